@@ -1,0 +1,49 @@
+"""Events, accountants, calibration and the ledger: what a run costs, and the proof.
+
+Importing this needs neither ``dp_accounting`` nor data; asking for epsilon needs the
+former.
+"""
+
+from curvedp.accounting.accountants import (
+    Accountant,
+    PLDAccountant,
+    RDPAccountant,
+    get_accountant,
+)
+from curvedp.accounting.calibrate import calibrate_sigma, calibrate_steps, epsilon_of
+from curvedp.accounting.events import (
+    ComposedEvent,
+    Event,
+    GaussianEvent,
+    PoissonGaussianEvent,
+    event_from_json,
+    repeated,
+    tally,
+)
+from curvedp.accounting.ledger import Ledger, read_ledger
+from curvedp.accounting.memory import MemoryLedger
+from curvedp.accounting.records import LedgerHeader, LedgerRecord, Note, Payment
+
+__all__ = [
+    "Accountant",
+    "ComposedEvent",
+    "Event",
+    "GaussianEvent",
+    "Ledger",
+    "LedgerHeader",
+    "LedgerRecord",
+    "MemoryLedger",
+    "Note",
+    "PLDAccountant",
+    "Payment",
+    "PoissonGaussianEvent",
+    "RDPAccountant",
+    "calibrate_sigma",
+    "calibrate_steps",
+    "epsilon_of",
+    "event_from_json",
+    "get_accountant",
+    "read_ledger",
+    "repeated",
+    "tally",
+]

@@ -1,0 +1,221 @@
+"""What was done to the data, as immutable facts. No cost is computed here.
+
+An event says which mechanism ran, never on what: it holds no batch, no count of
+examples and no loss, so it may be written to a ledger and shown to anybody. Its cost
+is the business of :mod:`curvedp.accounting.accountants`.
+
+A new mechanism is one class here, with a ``kind`` of its own, and one conversion in
+``accountants.py``. An accountant that has no conversion refuses the event.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from curvedp.accounting._validate import (
+    check_count,
+    check_noise,
+    check_rate,
+    is_number,
+)
+from curvedp.errors import ConfigurationError, UnknownEventError
+
+__all__ = [
+    "ComposedEvent",
+    "Event",
+    "GaussianEvent",
+    "PoissonGaussianEvent",
+    "event_from_json",
+    "repeated",
+    "tally",
+]
+
+_KINDS: dict[str, type[Event]] = {}
+
+
+class Event(ABC):
+    """One use of the private data by a mechanism.
+
+    Subclasses are frozen dataclasses: equal facts are equal events, so they can be
+    counted, cached and compared. Defining one with a ``kind`` makes it readable from
+    JSON.
+    """
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        known = _KINDS.setdefault(cls.kind, cls)
+        # A dataclass decorator may build the class a second time (slots=True); only
+        # another class of the same kind would make old ledgers ambiguous.
+        if known.__qualname__ != cls.__qualname__:
+            raise ConfigurationError(
+                f"the event kind {cls.kind!r} is taken by {known.__qualname__}",
+                "give the new event a kind of its own",
+            )
+        _KINDS[cls.kind] = cls
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain JSON values, with its ``kind``."""
+
+    @classmethod
+    @abstractmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Event:
+        """Read back what :meth:`to_json` wrote."""
+
+
+@dataclass(frozen=True)
+class GaussianEvent(Event):
+    """Gaussian noise on a sum in which every example takes part.
+
+    Attributes:
+        noise_multiplier: noise standard deviation divided by the clip bound C. The
+            unit is C under every relation; the accountant knows that replacing an
+            example moves the sum by 2C. Zero is allowed and costs infinity.
+    """
+
+    noise_multiplier: float
+    kind: ClassVar[str] = "gaussian"
+
+    def __post_init__(self) -> None:
+        check_noise(self.noise_multiplier)
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain JSON values."""
+        return {"kind": self.kind, "noise_multiplier": self.noise_multiplier}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> GaussianEvent:
+        """Read back what :meth:`to_json` wrote."""
+        return cls(noise_multiplier=_number(data, "noise_multiplier"))
+
+
+@dataclass(frozen=True)
+class PoissonGaussianEvent(Event):
+    """Gaussian noise on the sum over a Poisson sample.
+
+    Attributes:
+        noise_multiplier: noise standard deviation divided by the clip bound C, as in
+            :class:`GaussianEvent`.
+        sample_rate: the declared probability q with which each example takes part,
+            independently of the others. An empty sample is an event like any other.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    kind: ClassVar[str] = "poisson-gaussian"
+
+    def __post_init__(self) -> None:
+        check_noise(self.noise_multiplier)
+        check_rate(self.sample_rate)
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain JSON values."""
+        return {
+            "kind": self.kind,
+            "noise_multiplier": self.noise_multiplier,
+            "sample_rate": self.sample_rate,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PoissonGaussianEvent:
+        """Read back what :meth:`to_json` wrote."""
+        return cls(
+            noise_multiplier=_number(data, "noise_multiplier"),
+            sample_rate=_number(data, "sample_rate"),
+        )
+
+
+@dataclass(frozen=True)
+class ComposedEvent(Event):
+    """Events that all happened, each chosen with knowledge of those before it.
+
+    Attributes:
+        parts: pairs of an event and how often it happened. A count of zero costs
+            nothing, and so does an empty composition.
+    """
+
+    parts: tuple[tuple[Event, int], ...]
+    kind: ClassVar[str] = "composed"
+
+    def __post_init__(self) -> None:
+        for event, count in self.parts:
+            if not isinstance(event, Event):
+                raise ConfigurationError(f"{event!r} is not an event")
+            check_count(count, "the count of an event")
+
+    def leaves(self) -> Iterator[tuple[Event, int]]:
+        """The events that are not compositions, with counts multiplied out."""
+        for event, count in self.parts:
+            if isinstance(event, ComposedEvent):
+                for leaf, times in event.leaves():
+                    yield leaf, times * count
+            else:
+                yield event, count
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain JSON values."""
+        parts = [{"event": e.to_json(), "count": n} for e, n in self.parts]
+        return {"kind": self.kind, "parts": parts}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ComposedEvent:
+        """Read back what :meth:`to_json` wrote."""
+        parts = data.get("parts")
+        if not isinstance(parts, list) or not all(isinstance(p, dict) for p in parts):
+            raise ConfigurationError("a composed event needs a list 'parts' of objects")
+        return cls(
+            tuple((event_from_json(p.get("event")), p.get("count")) for p in parts)
+        )
+
+
+def event_from_json(data: Any) -> Event:
+    """Read any event from its JSON object.
+
+    Raises:
+        UnknownEventError: the ``kind`` is not one that this version knows. The event
+            cannot be skipped, since its cost would then be missing.
+        ConfigurationError: the object is malformed or its values are impossible.
+    """
+    if not isinstance(data, Mapping) or not isinstance(data.get("kind"), str):
+        raise ConfigurationError(f"not an event, no 'kind' in it: {data!r}")
+    cls = _KINDS.get(data["kind"])
+    if cls is None:
+        raise UnknownEventError(
+            f"unknown event kind {data['kind']!r} (known: {', '.join(sorted(_KINDS))})",
+            "read it with the version of curvedp, or the extension, that wrote it",
+        )
+    return cls.from_json(data)
+
+
+def repeated(event: Event, count: int) -> ComposedEvent:
+    """The event ``count`` times in a row."""
+    return ComposedEvent(((event, count),))
+
+
+def tally(events: Iterable[Event]) -> ComposedEvent:
+    """Collect equal events into counts, in order of first appearance.
+
+    Composition does not depend on order, and an accountant composes a pair of event
+    and count about a hundred times faster than the same events one by one.
+
+    >>> step = PoissonGaussianEvent(1.0, 0.01)
+    >>> tally([step, step, repeated(step, 3)]).parts
+    ((PoissonGaussianEvent(noise_multiplier=1.0, sample_rate=0.01), 5),)
+    """
+    counts: dict[Event, int] = {}
+    for event in events:
+        for leaf, count in repeated(event, 1).leaves():
+            counts[leaf] = counts.get(leaf, 0) + count
+    return ComposedEvent(tuple(counts.items()))
+
+
+def _number(data: Mapping[str, Any], name: str) -> float:
+    value = data.get(name)
+    if not is_number(value):
+        raise ConfigurationError(f"{name} of the event is {value!r}, not a number")
+    return float(data[name])

@@ -1,0 +1,69 @@
+"""A ledger in memory, for loops that keep their own state and write no files.
+
+It says the same as a file would, but a crash loses what was paid since its text was
+last stored. A run that matters has a run folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from curvedp.accounting.events import Event
+from curvedp.accounting.records import (
+    LedgerHeader,
+    LedgerRecord,
+    Note,
+    Payment,
+    dump_lines,
+    parse_ledger,
+)
+from curvedp.errors import LedgerError
+
+__all__ = ["MemoryLedger"]
+
+
+class MemoryLedger(LedgerRecord):
+    """Payments in memory; ``to_text`` and ``absorb`` carry them across processes."""
+
+    def __init__(self, header: LedgerHeader) -> None:
+        super().__init__(Path("(memory)"), header)
+        self._entries: list[Payment | Note] = []
+
+    def pay(self, step: int, attempt: int, event: Event) -> Payment:
+        """Record that ``event`` is about to happen."""
+        payment = Payment(self._next_seq(), step, attempt, event, "")
+        self._add(payment)
+        self._entries.append(payment)
+        return payment
+
+    def note(self, text: str) -> None:
+        """Record a remark."""
+        entry = Note(self._next_seq(), text)
+        self._add(entry)
+        self._entries.append(entry)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def to_text(self) -> str:
+        """The lines that a file would have."""
+        return dump_lines([self.header, *self._entries]).decode()
+
+    def absorb(self, text: str) -> None:
+        """Take over the payments of a stored ledger that this one does not have yet.
+
+        A rewind never gives money back: where this ledger has paid more than the
+        stored one of the same run, what it has paid stays.
+        """
+        stored, _ = parse_ledger(Path("(stored state)"), text.encode())
+        if stored.header != self.header and stored.header.facts != self.header.facts:
+            raise LedgerError(
+                "the stored ledger belongs to a run with other settings",
+                "restore it into a run that was made with the same settings",
+            )
+        for payment in stored.payments():
+            if payment.attempt >= self.next_attempt(payment.step):
+                self.pay(payment.step, payment.attempt, payment.event)
+        for note in stored.notes():
+            if note not in self.notes():
+                self.note(note)

@@ -1,0 +1,69 @@
+"""From the layers' captured values to the one bounded sum that noise is added to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from curvedp.barrier import ClippedSum
+from curvedp.clipping.rules import ClippingRule
+from curvedp.layers.io import LayerIO
+from curvedp.layers.precision import exact
+from curvedp.whitening.base import Whitener
+
+__all__ = ["clipped_sum"]
+
+
+def clipped_sum(
+    ios: Sequence[LayerIO],
+    rule: ClippingRule,
+    whitener: Whitener,
+    *,
+    parameters: Mapping[str, Tensor],
+    present: Tensor,
+    step: int,
+    scale: float = 1.0,
+) -> ClippedSum:
+    r"""``sum_i c_i P g_i`` over the examples that are present.
+
+    Args:
+        ios: one LayerIO for each site of the model.
+        rule: gives ``c_i`` from the norms ``||P g_i||``.
+        whitener: P.
+        parameters: all trained parameters. Each has an entry in the sum, also one that
+            this batch did not reach: which ones it reached is private.
+        present: ``[B]``, True for real examples, False for padding.
+        step: the logical step.
+        scale: what ``g_i`` are to be multiplied with first (a loss averaged over the
+            physical batch has gradients that are B times too small).
+
+    Guarantees:
+        One example moves the sum by at most ``rule.bound`` in L2 norm, whatever it is.
+        An example with a non-finite value anywhere, or a norm that overflows,
+        contributes exactly zero, and leaves the others as they are.
+    """
+    device = next(iter(parameters.values())).device
+    values = {
+        name: torch.zeros(
+            p.shape,
+            device=device,
+            dtype=torch.float64 if p.dtype == torch.float64 else torch.float32,
+        )
+        for name, p in parameters.items()
+    }
+    with exact(device):
+        sq_norms = torch.stack([whitener.sq_norms(io) for io in ios]) * scale**2
+        finite = torch.isfinite(sq_norms.sum(0))
+        if not bool(finite.all()):
+            # Replaced, not weighted by zero: 0 * nan is nan and would reach everybody.
+            ios = [io.keep(finite) for io in ios]
+            sq_norms = torch.where(finite, sq_norms, torch.zeros_like(sq_norms))
+        kept = finite & present.to(device)
+        weights = rule.weights(sq_norms)
+        weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
+        for io, weight in zip(ios, weights, strict=True):
+            for name, total in io.weighted_sum(weight).items():
+                values[name] = values[name] + total
+        return ClippedSum(whitener.apply(values), rule.bound, whitener.frame, step)

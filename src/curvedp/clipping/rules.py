@@ -1,0 +1,129 @@
+r"""How a gradient's length is cut: three rules, one promise.
+
+With ``n_i`` the norm of example i over all layers, ``n_il`` its norm in layer l of L:
+
+==========  ==========================================  ===========================
+rule        weight of example i in layer l              L2 bound on its contribution
+==========  ==========================================  ===========================
+flat        ``min(1, C / n_i)``                         ``C``
+normalised  ``C / (n_i + gamma)``                       ``C``
+per-layer   ``min(1, C_l / n_il)``, ``C_l = C/sqrt(L)``  ``sqrt(sum_l C_l^2) = C``
+==========  ==========================================  ===========================
+
+The bound is what the clipped vector really has *after rounding*: weights are scaled by
+``1 - 2^-20``, which covers the rounding of the norm's square root, of the weight and of
+the products with it. The sensitivity is C under add/remove and zero-out, 2C under
+replace-one (:meth:`curvedp.barrier.ClippedSum.sensitivity`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from curvedp.errors import ConfigurationError
+
+__all__ = [
+    "ClippingRule",
+    "FlatClipping",
+    "NormalisedClipping",
+    "PerLayerClipping",
+    "clipping_rule",
+]
+
+#: Keeps the bound true after rounding; see the module's docstring.
+SHRINK = 1.0 - 2.0**-20
+
+
+@dataclass(frozen=True)
+class ClippingRule(ABC):
+    """A clip rule with its bound.
+
+    Attributes:
+        bound: C, the L2 bound on one example's contribution over all layers.
+    """
+
+    name: ClassVar[str]
+    bound: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bound) and self.bound > 0):
+            raise ConfigurationError(
+                f"clip_norm must be a positive number, not {self.bound!r}",
+                "1.0 is a common start; with normalised clipping it only scales the "
+                "learning rate",
+            )
+
+    @abstractmethod
+    def weights(self, sq_norms: Tensor) -> Tensor:
+        """Weight of every example in every layer. ``[L, B] -> [L, B]``."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The rule as public facts, for ledgers and result files."""
+        return {"rule": self.name, "clip_norm": self.bound}
+
+
+@dataclass(frozen=True)
+class FlatClipping(ClippingRule):
+    """``min(1, C / n_i)``: gradients shorter than C pass unchanged."""
+
+    name: ClassVar[str] = "flat"
+
+    def weights(self, sq_norms: Tensor) -> Tensor:
+        norms = sq_norms.sum(0).sqrt()
+        return (self.bound * SHRINK / norms).clamp_max(1).expand_as(sq_norms)
+
+
+@dataclass(frozen=True)
+class NormalisedClipping(ClippingRule):
+    """``C / (n_i + gamma)``: every gradient becomes about C long; no threshold to tune.
+
+    Attributes:
+        gamma: keeps tiny gradients from being blown up.
+    """
+
+    name: ClassVar[str] = "normalised"
+    gamma: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (math.isfinite(self.gamma) and self.gamma > 0):
+            raise ConfigurationError(
+                f"gamma must be a positive number, not {self.gamma!r}", "0.01 is usual"
+            )
+
+    def weights(self, sq_norms: Tensor) -> Tensor:
+        norms = sq_norms.sum(0).sqrt()
+        return (self.bound * SHRINK / (norms + self.gamma)).expand_as(sq_norms)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "gamma": self.gamma}
+
+
+@dataclass(frozen=True)
+class PerLayerClipping(ClippingRule):
+    """Each layer on its own, to ``C / sqrt(L)``: the bound over all of them is C."""
+
+    name: ClassVar[str] = "per-layer"
+
+    def weights(self, sq_norms: Tensor) -> Tensor:
+        each = self.bound * SHRINK / math.sqrt(sq_norms.shape[0])
+        return (each / sq_norms.sqrt()).clamp_max(1)
+
+
+_RULES: dict[str, type[ClippingRule]] = {
+    rule.name: rule for rule in (FlatClipping, NormalisedClipping, PerLayerClipping)
+}
+
+
+def clipping_rule(name: str, clip_norm: float) -> ClippingRule:
+    """A rule by its name, with the usual settings."""
+    if name not in _RULES:
+        raise ConfigurationError(
+            f"unknown clipping rule {name!r}", f"choose one of: {', '.join(_RULES)}"
+        )
+    return _RULES[name](clip_norm)

@@ -1,0 +1,150 @@
+"""Image files in one folder per class."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from curvedp.data.source import ArrayDataset, DataSource, Task
+from curvedp.errors import ConfigurationError, DataError, missing_extra
+
+__all__ = ["load_image_folder"]
+
+_PIXEL_LEVELS = 255.0
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".webp")
+# Named, because pillow would otherwise try every decoder by content, and some of those
+# start other programs (EPS calls Ghostscript).
+_DECODERS = ("PNG", "JPEG", "BMP", "PPM", "WEBP")
+_MODES = {1: "L", 3: "RGB"}
+
+
+def load_image_folder(
+    folder: Path,
+    *,
+    classes: Sequence[str] | None = None,
+    image_size: int | Sequence[int] | None = None,
+    channels: int = 3,
+) -> DataSource:
+    """Load ``train/<class>/*.png`` and ``test/<class>/*.png``, or ``<class>/*.png``.
+
+    Every image is scaled to the same declared size by itself, and pixels are divided by
+    255.
+
+    Args:
+        folder: The root.
+        classes: The class folders in the order of their labels. Declared, because a
+            class that only one record has would otherwise show in the model's shape.
+        image_size: Side, or height and width, of the inputs.
+        channels: 3 for colour, 1 for grey.
+
+    Raises:
+        DataError: If something is undeclared, or a folder or an image is not usable.
+    """
+    if not classes or isinstance(classes, str):
+        raise DataError(
+            f"{folder}: the classes are not declared; a list taken from the folders "
+            "of private data is a release",
+            'declare classes=["cat", "dog"], the names of the class folders',
+        )
+    if image_size is None:
+        raise DataError(
+            f"{folder}: the image size is not declared",
+            "declare image_size=32, or image_size=[height, width]",
+        )
+    names = [str(name) for name in classes]
+    if len(set(names)) != len(names):
+        raise DataError(f"{folder}: a class is listed twice: {names}")
+    if channels not in _MODES:
+        raise ConfigurationError(f"channels is {channels}", "1 is grey, 3 is colour")
+    height, width = _parse_size(image_size)
+    shape = (channels, height, width)
+    has_parts = (folder / "train").is_dir() and "train" not in names
+    train = _load_part(folder / "train" if has_parts else folder, names, shape)
+    test_folder = folder / "test"
+    test = None
+    if has_parts and test_folder.is_dir():
+        test = _load_part(test_folder, names, shape)
+    return DataSource(
+        name=folder.name,
+        train=train,
+        test=test,
+        task=Task.CLASSIFICATION,
+        num_outputs=len(names),
+        input_shape=shape,
+        facts={"format": "image folders", "scaling": "pixels / 255"},
+    )
+
+
+def _parse_size(image_size: int | Sequence[int]) -> tuple[int, int]:
+    sides = (image_size, image_size) if isinstance(image_size, int) else image_size
+    if len(sides) != 2 or not all(
+        isinstance(side, int) and 0 < side <= 4096 for side in sides
+    ):
+        raise ConfigurationError(
+            f"image_size is {image_size!r}", "use one side or two, from 1 to 4096"
+        )
+    return sides[0], sides[1]
+
+
+def _load_part(
+    folder: Path, names: list[str], shape: tuple[int, int, int]
+) -> ArrayDataset:
+    extra = sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if entry.is_dir() and entry.name not in names and entry.name[0] != "."
+    )
+    if extra:
+        raise DataError(
+            f"{folder}: the folder {extra[0]!r} is none of the declared classes",
+            "declare it, or move it away",
+        )
+    files = [
+        (path, label)
+        for label, name in enumerate(names)
+        for path in sorted((folder / name).glob("*"))
+        if path.suffix.lower() in _SUFFIXES
+    ]
+    if not files:
+        raise DataError(
+            f"{folder}: no images in the class folders {names}",
+            f"images end in {', '.join(_SUFFIXES)}",
+        )
+    pixels = torch.empty((len(files), *shape), dtype=torch.uint8)
+    for place, (path, _) in enumerate(files):
+        pixels[place] = torch.from_numpy(_read_image(path, shape))
+    labels = torch.tensor([label for _, label in files])
+    return ArrayDataset(pixels.float().div_(_PIXEL_LEVELS), labels)
+
+
+def _read_image(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise missing_extra("pillow", "images") from error
+    channels, height, width = shape
+    try:
+        with warnings.catch_warnings():
+            # pillow only warns of a small file that unpacks to a huge image.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=_DECODERS) as image:
+                fitted = image.convert(_MODES[channels]).resize(
+                    (width, height), Image.Resampling.BILINEAR
+                )
+    except (
+        OSError,
+        SyntaxError,  # pillow's word for a broken PNG
+        ValueError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:
+        raise DataError(
+            f"{path}: cannot be read as an image ({type(error).__name__})",
+            "remove or replace the file",
+        ) from error
+    array = np.array(fitted, dtype=np.uint8)
+    return array.reshape(height, width, channels).transpose(2, 0, 1).copy()

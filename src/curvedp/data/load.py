@@ -1,0 +1,121 @@
+"""One entrance for all formats: a built-in name, a file or a folder."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from curvedp.data.cifar import is_cifar_folder, load_cifar_folder, refuse_pickles
+from curvedp.data.digits import load_digits
+from curvedp.data.files import bare_suffix
+from curvedp.data.idx import is_idx_folder, load_idx_folder
+from curvedp.data.images import load_image_folder
+from curvedp.data.npz import load_npz
+from curvedp.data.schema import Schema
+from curvedp.data.source import DataSource
+from curvedp.data.table import load_table
+from curvedp.errors import ConfigurationError, DataError
+
+__all__ = ["FORMATS", "load"]
+
+FORMATS: dict[str, Callable[..., DataSource]] = {
+    "idx": load_idx_folder,
+    "cifar": load_cifar_folder,
+    "images": load_image_folder,
+    "npz": load_npz,
+    "table": load_table,
+}
+"""Loaders by format. Each takes a path and its own keyword options."""
+
+_FOLDER_FORMATS = ("idx", "cifar", "images")
+_TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
+_PICKLE_SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".joblib")
+
+
+def load(spec: str | Path, *, format: str | None = None, **options: Any) -> DataSource:
+    """Load a data set by name or path.
+
+    ======================================  ==========================================
+    ``spec``                                options
+    ======================================  ==========================================
+    ``"digits"``                            none: comes with the package
+    folder of IDX files (MNIST)             ``num_classes`` (10)
+    folder of binary CIFAR batches          ``labels`` (``"fine"`` or ``"coarse"``)
+    folder of image folders                 ``classes``, ``image_size``, ``channels``
+    ``.npz``                                ``num_classes``, ``task``,
+                                            ``target_range``, ``test``
+    ``.csv``, ``.tsv``, ``.jsonl``,         ``schema``, or its fields ``target``,
+    ``.ndjson`` (also ``.gz``, ``.xz``)     ``columns``, ``classes`` ..., and ``test``
+    ======================================  ==========================================
+
+    Args:
+        spec: The name or the path.
+        format: A key of :data:`FORMATS`, when the name does not show it.
+        **options: What is declared about the data; see the loaders.
+
+    Raises:
+        DataError: If the data cannot be read, or lacks a declaration.
+        ConfigurationError: If an option or a format is unknown.
+    """
+    if spec == "digits" and format is None:
+        _refuse_unknown_options("digits", load_digits, options)
+        return load_digits()
+    path = Path(spec).expanduser()
+    if not path.exists():
+        raise DataError(
+            f"{spec}: there is no such file or folder",
+            "give a path, or the built-in name 'digits'",
+        )
+    chosen = _recognise(path) if format is None else format
+    if chosen not in FORMATS:
+        raise ConfigurationError(
+            f"unknown data format {chosen!r}", f"choose one of: {', '.join(FORMATS)}"
+        )
+    if path.is_dir() != (chosen in _FOLDER_FORMATS):
+        kind = "folder" if chosen in _FOLDER_FORMATS else "file"
+        raise DataError(f"{path}: the format {chosen!r} needs a {kind}")
+    loader = FORMATS[chosen]
+    _refuse_unknown_options(chosen, loader, options)
+    return loader(path, **options)
+
+
+def _recognise(path: Path) -> str:
+    if path.is_dir():
+        if is_idx_folder(path):
+            return "idx"
+        if is_cifar_folder(path):
+            return "cifar"
+        refuse_pickles(path)
+        return "images"
+    suffix = bare_suffix(path)
+    if suffix == ".npz":
+        return "npz"
+    if suffix in _TABLE_SUFFIXES:
+        return "table"
+    if suffix in _PICKLE_SUFFIXES:
+        raise DataError(
+            f"{path}: pickled data is not read, because a pickle runs code",
+            "save the arrays with numpy.savez_compressed(path, x=..., y=...)",
+        )
+    raise DataError(
+        f"{path}: the format does not show in the name",
+        f"rename the file, or pass format= one of: {', '.join(FORMATS)}",
+    )
+
+
+def _refuse_unknown_options(
+    name: str, loader: Callable[..., DataSource], options: dict[str, Any]
+) -> None:
+    parameters = inspect.signature(loader).parameters.values()
+    known = {item.name for item in parameters if item.kind is item.KEYWORD_ONLY}
+    if loader is load_table:
+        # The schema's fields may be given one by one; Schema itself reads them.
+        known |= set(Schema.__dataclass_fields__)
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigurationError(
+            f"the data format {name!r} has no option {unknown[0]!r}",
+            f"its options: {', '.join(sorted(known)) or 'none'}",
+        )

@@ -1,0 +1,252 @@
+"""One forward and one backward pass that leave every layer's inputs and gradients.
+
+Weights enter the forward pass detached, so autograd computes the gradients of layer
+*outputs* and never a weight gradient: those would be summed over the batch, which is
+of no use here, and cost a third of the step. Hooks stand on the modules during the
+forward pass only and are always removed; nothing is hung on modules or tensors.
+
+    recording = Recording(model, covered, batch_size)
+    output = recording.forward((x,), {})
+    per_example_losses(output).sum().backward()
+    ios = recording.layer_ios()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from curvedp.errors import CouplingError, LoopError
+from curvedp.layers.direct import Covered, Expanded, ExpandedServer, RuleServer
+from curvedp.layers.io import LayerIO, UnreachedIO
+from curvedp.layers.precision import exact
+from curvedp.layers.rules import Call
+
+__all__ = ["Recording"]
+
+
+class Recording:
+    """A single pass. Private from ``forward`` on; drop it after ``layer_ios``.
+
+    Args:
+        model: the user's model; it is not changed.
+        covered: its sites, from :func:`curvedp.layers.coverage.cover`.
+        batch_size: B, the physical batch size, which every layer must see first.
+    """
+
+    def __init__(
+        self, model: nn.Module, covered: Sequence[Covered], batch_size: int
+    ) -> None:
+        self._model = model
+        self._covered = covered
+        self._batch_size = batch_size
+        self._calls: dict[str, list[_OpenCall]] = {}
+        self._leaves: dict[str, Tensor] = {}
+        self._values: dict[str, Tensor] = {}
+        self._device = torch.device("cpu")
+
+    def forward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Run ``model(*args, **kwargs)``; ``parameters`` replace its own values."""
+        values: dict[str, Tensor] = dict(self._model.named_parameters())
+        values.update(parameters or {})
+        self._device = next(iter(values.values())).device
+        swapped = self._values
+        handles = []
+        buffers = _buffer_versions(self._model)
+        try:
+            for item in self._covered:
+                site = item.site
+                for full in site.parameters.values():
+                    swapped[full] = values[full].detach()
+                if isinstance(item.server, ExpandedServer):
+                    for own, full in site.parameters.items():
+                        layout = item.server.layouts[own]
+                        leaf = layout.copies(values[full], self._batch_size)
+                        swapped[full] = self._leaves[full] = leaf
+                else:
+                    module = self._model.get_submodule(site.name)
+                    hook = self._hook(item)
+                    handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            for full, value in (parameters or {}).items():
+                swapped.setdefault(full, value)
+            output = functional_call(self._model, swapped, args, kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._check_buffers(buffers)
+        return output
+
+    def _hook(self, item: Covered) -> Callable[..., Any]:
+        calls = self._calls.setdefault(item.site.name, [])
+        shared = item.server.shared if isinstance(item.server, RuleServer) else None
+
+        def record(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> Any:
+            if not torch.is_grad_enabled():
+                return output  # no gradient can come back from here
+            if shared is not None:
+                args, kwargs, output = tree_map(
+                    lambda x: _repeated(x, shared, self._batch_size),
+                    (args, kwargs, output),
+                )
+            call = _OpenCall(args, kwargs)
+            calls.append(call)
+            leaves, spec = tree_flatten(output)
+            return tree_unflatten([call.watch(leaf) for leaf in leaves], spec)
+
+        return record
+
+    def _check_buffers(self, before: Mapping[str, tuple[int, int]]) -> None:
+        after = _buffer_versions(self._model)
+        for name in sorted(before.keys() | after.keys()):
+            if before.get(name) != after.get(name):
+                raise CouplingError(
+                    f"the buffer {name!r} changed during a private forward pass: it "
+                    "would carry private data past the noise",
+                    "keep the layer from updating it (.eval() on that module, or "
+                    "track_running_stats=False), or replace the layer",
+                )
+
+    @property
+    def reached(self) -> bool:
+        """Whether a backward pass has come through."""
+        watched = any(c.reached for calls in self._calls.values() for c in calls)
+        return watched or any(leaf.grad is not None for leaf in self._leaves.values())
+
+    def unreached_sites(self) -> list[str]:
+        """Sites that were not called, or from which nothing reaches the loss."""
+        names = []
+        for item in self._covered:
+            if isinstance(item.server, ExpandedServer):
+                full = item.site.parameters.values()
+                used = any(self._leaves[f].grad is not None for f in full)
+            else:
+                used = any(c.reached for c in self._calls[item.site.name])
+            if not used:
+                names.append(item.site.label)
+        return names
+
+    def arguments(self) -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+        """Arguments of every call by site; for coverage, which runs synthetic data."""
+        return {
+            name: [(c.args, c.kwargs) for c in calls]
+            for name, calls in self._calls.items()
+        }
+
+    def layer_ios(self) -> list[LayerIO]:
+        """What the backward pass brought: a LayerIO for every site, in order."""
+        with exact(self._device):
+            return [self._layer_io(item) for item in self._covered]
+
+    def _layer_io(self, item: Covered) -> LayerIO:
+        site, server = item.site, item.server
+        if isinstance(server, ExpandedServer):
+            return server.layer_io(site, self._leaves)
+        calls = [c.close(site.label) for c in self._calls[site.name] if c.reached]
+        if not calls:
+            return UnreachedIO(site.name, self._batch_size, self._device)
+        if isinstance(server, RuleServer):
+            for call in calls:
+                self._check_batch(site.label, call.x)
+        module = self._model.get_submodule(site.name)
+        return server.layer_io(site, module, calls, self._values)
+
+    def _check_batch(self, label: str, x: Tensor) -> None:
+        if x.dim() == 0 or x.shape[0] != self._batch_size:
+            raise CouplingError(
+                f"layer {label!r} was given an input of shape {tuple(x.shape)}, whose "
+                f"first dimension is not the batch of {self._batch_size}",
+                "examples must stand at dimension 0 in every layer with parameters "
+                "(batch_first=True; move other dimensions inside the module)",
+            )
+
+
+class _OpenCall:
+    """A call whose output gradients are still to come."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = tree_map(_detached, args)
+        self.kwargs = tree_map(_detached, kwargs)
+        self._versions = [_version(x) for x in self._tensors()]
+        self._d: list[Tensor | None] = []
+
+    def _tensors(self) -> list[Tensor]:
+        leaves, _ = tree_flatten((self.args, self.kwargs))
+        return [x for x in leaves if isinstance(x, Tensor)]
+
+    def watch(self, leaf: Any) -> Any:
+        """Make an output tensor report its gradient."""
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        if not leaf.requires_grad:
+            # Everything upstream is detached; the graph has to start here.
+            anchor = torch.zeros((), device=leaf.device, requires_grad=True)
+            fresh = leaf.clone() if leaf._is_view() else leaf
+            leaf = _Root.apply(fresh, anchor)  # type: ignore[no-untyped-call]
+        slot = len(self._d)
+        self._d.append(None)
+
+        def store(grad: Tensor) -> None:
+            if self._d[slot] is not None:
+                raise LoopError(
+                    "backward ran twice through one forward pass",
+                    "call backward once for each batch of the loader",
+                )
+            self._d[slot] = grad.detach()
+
+        leaf.register_hook(store)
+        return leaf
+
+    @property
+    def reached(self) -> bool:
+        return any(d is not None for d in self._d)
+
+    def close(self, label: str) -> Call:
+        if [_version(x) for x in self._tensors()] != self._versions:
+            raise LoopError(
+                f"an input of layer {label!r} was modified in place after the layer "
+                "used it, so its gradient can no longer be computed",
+                "use the out-of-place form of the operation that follows",
+            )
+        return Call(self.args, self.kwargs, tuple(self._d))
+
+
+class _Root(torch.autograd.Function):
+    """Lets a graph begin at a tensor whose producers are all detached."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _repeated(x: Any, layout: Expanded, batch_size: int) -> Any:
+    return layout.repeat(x, batch_size) if isinstance(x, Tensor) else x
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _buffer_versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Identity and version of every buffer; both move when it is written to."""
+    return {n: (id(b), _version(b)) for n, b in model.named_buffers()}

@@ -1,0 +1,196 @@
+"""Layers whose gradient is a sum of outer products: ``g_i = sum_t d_t a_t^T``.
+
+Shapes, after a layer's own geometry has been undone by its :class:`Geometry`:
+
+===========  ==================  ====================================================
+``a``        ``[B, G, T, p]``    layer inputs (a patch for convolutions), G groups
+``d``        ``[B, G, T, r]``    gradients of the per-example loss at the layer's output
+``g_i``      ``[G, r, p]``       weight gradient of example i
+===========  ==================  ====================================================
+
+The bias is a column of ones in ``a``. A module that is called several times gives more
+positions ``t``: the calls are joined along T, and cross terms are exact.
+
+Norms come in two ways, and :func:`choose_method` takes the cheaper one per layer:
+
+- *Gram*: ``||g_i||^2 = sum_{t,s} (d_t . d_s)(a_t . a_s)``, O(T^2 (p + r)) work;
+- *instantiate*: build ``g_i`` for a chunk of examples and square it, O(T p r).
+
+Both round. Where the ``d_t a_t^T`` nearly cancel, a plain float32 Gram norm can come
+out far too small, and the example would contribute many times the bound. So the norm
+that is returned is raised by a rounding allowance: with ``S = sum_t ||d_t|| ||a_t||``
+it is ``gram + u S^2``, or ``(||g|| + u S)^2``. For ordinary examples that changes the
+fifth digit; for hostile ones it is what keeps the promise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from curvedp.layers.io import LayerIO, replace_examples
+from curvedp.layers.precision import ROUNDING, compute_dtype
+
+__all__ = ["DenseIO", "Geometry", "NormMethod", "choose_method"]
+
+#: Elements of scratch memory that a chunk may take (float32: 16 MiB, CUDA 1 GiB).
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
+
+
+class NormMethod(Enum):
+    """How the per-example norms of a layer are computed."""
+
+    GRAM = "gram"
+    INSTANTIATE = "instantiate"
+
+
+def choose_method(positions: int, inputs: int, outputs: int) -> NormMethod:
+    """The planner: Gram if it needs less work *and* less memory than the gradient.
+
+    Args:
+        positions: T, number of shared positions.
+        inputs: p, columns of ``a`` (bias included).
+        outputs: r, columns of ``d``.
+    """
+    t, p, r = positions, inputs, outputs
+    cheaper = t * (p + r) < p * r
+    smaller = 2 * t * t < p * r
+    return NormMethod.GRAM if cheaper and smaller else NormMethod.INSTANTIATE
+
+
+class Geometry(ABC):
+    """How a layer's inputs and outputs become rows, and its gradient a weight."""
+
+    @abstractmethod
+    def input_rows(self, x: Tensor) -> Tensor:
+        """Layer input ``[B, ...]`` to rows ``[B, G, T, p]`` without the bias column."""
+
+    @abstractmethod
+    def output_rows(self, d: Tensor) -> Tensor:
+        """Output gradient ``[B, ...]`` to rows ``[B, G, T, r]``."""
+
+    @abstractmethod
+    def weight_sum(self, x: Tensor, d: Tensor) -> Tensor:
+        """``sum_i sum_t d_t a_t^T`` in the weight's shape; ``d`` is scaled already."""
+
+    @abstractmethod
+    def weight_shape(self) -> torch.Size:
+        """Shape of the weight; ``[G, r, p]`` reshapes to it."""
+
+
+@dataclass(frozen=True, repr=False)
+class DenseIO(LayerIO):
+    """Inputs and output gradients of a linear layer or a convolution.
+
+    Attributes:
+        name: module name.
+        weight: name of the weight parameter.
+        bias: name of the bias parameter, or None if it has none to train.
+        calls: ``(x, d)`` for every call of the module, in the layer's own shapes.
+        geometry: turns them into rows.
+        method: force a way to compute norms; by default the planner chooses.
+    """
+
+    name: str
+    weight: str
+    bias: str | None
+    calls: Sequence[tuple[Tensor, Tensor]]
+    geometry: Geometry
+    method: NormMethod | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.calls[0][0].shape[0]
+
+    def rows(self, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """``a [b, G, T, p]`` (bias column included) and ``d [b, G, T, r]``."""
+        pairs = [self._call_rows(x[part], d[part]) for x, d in self.calls]
+        if len(pairs) == 1:
+            return pairs[0]
+        return torch.cat([a for a, _ in pairs], 2), torch.cat([d for _, d in pairs], 2)
+
+    def _call_rows(self, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(d)
+        a = self.geometry.input_rows(x.to(dtype))
+        if self.bias is not None:
+            a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
+        return a, self.geometry.output_rows(d.to(dtype))
+
+    def sq_norms(self) -> Tensor:
+        parts = []
+        for part, method in self._chunks():
+            a, d = self.rows(part)
+            if a.shape[2] == 1:  # one position: the norm of an outer product
+                parts.append((_sq(a) * _sq(d)).sum((1, 2)))
+                continue
+            rounding = ROUNDING[a.dtype]
+            # S_i, over groups by Cauchy-Schwarz (they are disjoint parts of g_i)
+            spread = (_sq(a).sqrt() * _sq(d).sqrt()).sum(2).square().sum(1)
+            if method is NormMethod.GRAM:
+                gram = (a @ a.mT) * (d @ d.mT)
+                parts.append(gram.sum((1, 2, 3)).clamp_min(0) + rounding * spread)
+            else:
+                g = d.mT @ a
+                norms = g.flatten(1).square().sum(1).sqrt()
+                parts.append((norms + rounding * spread.sqrt()).square())
+        return torch.cat(parts)
+
+    def _chunks(self) -> Iterator[tuple[slice, NormMethod]]:
+        """Slices of the batch whose scratch memory stays bounded, with the method."""
+        a, d = self.rows(slice(0, 1))
+        _, groups, t, p = a.shape
+        r = d.shape[-1]
+        method = self.method or choose_method(t, p, r)
+        square = t * t * 2 if method is NormMethod.GRAM else p * r
+        each = groups * (t * (p + r) + (square if t > 1 else 0))
+        limit = CHUNK_ELEMENTS.get(d.device.type, CHUNK_ELEMENTS["cpu"])
+        size = max(1, limit // each)
+        for start in range(0, self.batch_size, size):
+            yield slice(start, start + size), method
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        weight_sum: Tensor | None = None
+        bias_sum: Tensor | None = None
+        for x, d in self.calls:
+            dtype = compute_dtype(d)
+            scale = weights.to(dtype).reshape(-1, *([1] * (d.dim() - 1)))
+            scaled = d.to(dtype) * scale
+            part = self.geometry.weight_sum(x.to(dtype), scaled)
+            weight_sum = part if weight_sum is None else weight_sum + part
+            if self.bias is not None:
+                rows = self.geometry.output_rows(scaled)  # [B, G, T, r]
+                part = rows.sum((0, 2)).flatten()
+                bias_sum = part if bias_sum is None else bias_sum + part
+        assert weight_sum is not None
+        sums = {self.weight: weight_sum}
+        if self.bias is not None:
+            assert bias_sum is not None
+            sums[self.bias] = bias_sum
+        return sums
+
+    def keep(self, mask: Tensor) -> DenseIO:
+        calls = [
+            (replace_examples(x, mask), replace_examples(d, mask))
+            for x, d in self.calls
+        ]
+        return replace(self, calls=calls)
+
+    def per_example(self) -> dict[str, Tensor]:
+        a, d = self.rows()
+        g = d.mT @ a  # [B, G, r, p (+1)]
+        weight = g if self.bias is None else g[..., :-1]
+        shape = (self.batch_size, *self.geometry.weight_shape())
+        grads = {self.weight: weight.reshape(shape)}
+        if self.bias is not None:
+            grads[self.bias] = g[..., -1].flatten(1)
+        return grads
+
+
+def _sq(x: Tensor) -> Tensor:
+    """Squared norm of every row, not below what underflow may have hidden."""
+    return x.square().sum(-1) + x.shape[-1] * torch.finfo(x.dtype).tiny

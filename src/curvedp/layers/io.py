@@ -1,0 +1,135 @@
+"""``LayerIO``: what a layer saw of a batch, in the form its gradients follow from.
+
+Private values. They are made by :mod:`curvedp.layers.capture` from one forward and one
+backward pass, they live for one physical batch, and they know four things about the
+per-example gradients ``g_i`` of their layer without keeping those:
+
+- ``sq_norms()``: an upper bound on ``||g_i||^2``, tight up to rounding, ``[B]``;
+- ``weighted_sum(c)``: ``sum_i c_i g_i``, a tensor per parameter;
+- ``keep(mask)``: the same with some examples *replaced* by zero (not multiplied by
+  zero: ``0 * nan`` is ``nan``);
+- ``per_example()``: the ``g_i`` themselves, for tests and for small layers.
+
+Three forms cover all layers: :class:`~curvedp.layers.dense.DenseIO` (linear layers and
+convolutions, ``g_i = sum_t d_t a_t^T``), :class:`~curvedp.layers.lookup.LookupIO`
+(embeddings) and :class:`DirectIO` here (gradients small enough to write down).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvedp.layers.precision import compute_dtype
+
+__all__ = ["DirectIO", "LayerIO", "UnreachedIO", "replace_examples"]
+
+
+class LayerIO(ABC):
+    """One layer's part of a physical batch. See the module's docstring."""
+
+    #: Name of the module in the model; a site of clipping and of whitening.
+    name: str
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Number of examples B, padding included."""
+
+    @abstractmethod
+    def sq_norms(self) -> Tensor:
+        """Upper bound on the squared gradient norm of every example, ``[B]``."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        """``sum_i weights[i] g_i`` for every parameter; ``weights`` is ``[B]``."""
+
+    @abstractmethod
+    def keep(self, mask: Tensor) -> LayerIO:
+        """A copy in which examples with ``mask[i] == False`` are replaced by zero."""
+
+    @abstractmethod
+    def per_example(self) -> dict[str, Tensor]:
+        """The gradients ``[B, *parameter.shape]``, by parameter name."""
+
+    def __repr__(self) -> str:
+        # Never the tensors: they are private, and tracebacks end up in logs.
+        return f"{type(self).__name__}({self.name!r})"
+
+
+def replace_examples(x: Tensor, mask: Tensor) -> Tensor:
+    """Put zeros where ``mask[i]`` is False, whatever stood there (also nan and inf)."""
+    keep = mask.reshape(-1, *([1] * (x.dim() - 1)))
+    return torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+@dataclass(frozen=True, repr=False)
+class UnreachedIO(LayerIO):
+    """A site that this batch did not reach: all gradients are zero.
+
+    It stays in the list, because the number of sites enters per-layer clipping and must
+    not depend on the batch.
+    """
+
+    name: str
+    examples: int
+    device: torch.device
+
+    @property
+    def batch_size(self) -> int:
+        return self.examples
+
+    def sq_norms(self) -> Tensor:
+        return torch.zeros(self.examples, device=self.device)
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def keep(self, mask: Tensor) -> UnreachedIO:
+        return self
+
+    def per_example(self) -> dict[str, Tensor]:
+        return {}
+
+
+@dataclass(frozen=True, repr=False)
+class DirectIO(LayerIO):
+    """Per-example gradients written down: norm layers, biases, tokens, odd modules.
+
+    Attributes:
+        name: module name.
+        grads: ``[B, *shape]`` for each parameter name.
+    """
+
+    name: str
+    grads: Mapping[str, Tensor]
+
+    @property
+    def batch_size(self) -> int:
+        return next(iter(self.grads.values())).shape[0]
+
+    def sq_norms(self) -> Tensor:
+        total: Tensor | float = 0.0
+        for g in self.grads.values():
+            total = total + g.to(compute_dtype(g)).flatten(1).square().sum(1)
+        assert isinstance(total, Tensor)
+        return total
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        sums = {}
+        for name, g in self.grads.items():
+            g = g.to(compute_dtype(g))
+            flat = weights.to(g.dtype) @ g.flatten(1)
+            sums[name] = flat.reshape(g.shape[1:])
+        return sums
+
+    def keep(self, mask: Tensor) -> DirectIO:
+        kept = {n: replace_examples(g, mask) for n, g in self.grads.items()}
+        return DirectIO(self.name, kept)
+
+    def per_example(self) -> dict[str, Tensor]:
+        return {n: g.to(compute_dtype(g)) for n, g in self.grads.items()}

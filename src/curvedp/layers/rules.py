@@ -1,0 +1,166 @@
+"""A rule per module type: from a module's calls to its :class:`LayerIO`.
+
+A rule is a function ``(site, module, calls) -> LayerIO``. It applies to a module whose
+``forward`` is that of the type it is written for (a subclass that overrides it is
+another layer) and whose own parameters are those that the type declares. Everything
+else that holds parameters is served by :mod:`curvedp.layers.direct`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvedp.layers.conv import ConvGeometry
+from curvedp.layers.dense import DenseIO
+from curvedp.layers.io import DirectIO, LayerIO
+from curvedp.layers.linear import LinearGeometry
+from curvedp.layers.lookup import LookupIO
+from curvedp.layers.precision import compute_dtype
+
+__all__ = ["Call", "Rule", "Site", "find_rule"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the model where gradients are captured. Public: it holds no data.
+
+    Attributes:
+        name: module name in the model ("" is the model itself).
+        parameters: own name to full name, of the *trainable* parameters it serves.
+        kind: what serves it, for people to read: a type name, "expanded" or "vmap".
+    """
+
+    name: str
+    parameters: dict[str, str]
+    kind: str
+
+    @property
+    def label(self) -> str:
+        """The name as it is printed."""
+        return self.name or "(the model itself)"
+
+
+@dataclass(frozen=True, repr=False)
+class Call:
+    """One call of a module during a forward pass. Private.
+
+    Attributes:
+        args: positional arguments, tensors detached.
+        kwargs: keyword arguments, tensors detached.
+        d: gradients of the loss at the flattened tensor outputs (None: unused).
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    d: tuple[Tensor | None, ...]
+
+    @property
+    def x(self) -> Tensor:
+        """The first argument, which is the input of every layer with a rule."""
+        value = self.args[0] if self.args else next(iter(self.kwargs.values()))
+        assert isinstance(value, Tensor)
+        return value
+
+
+Rule = Callable[[Site, nn.Module, Sequence[Call]], LayerIO]
+
+
+def find_rule(module: nn.Module) -> Rule | None:
+    """The rule for a module, or None if only the general ways serve it."""
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    for base, rule in _RULES.items():
+        if isinstance(module, base) and own <= {"weight", "bias"}:
+            same_forward = type(module).forward is base.forward
+            # convolutions dispatch through _conv_forward, which could be overridden too
+            hook = "_conv_forward"
+            same_hook = getattr(type(module), hook, None) is getattr(base, hook, None)
+            if same_forward and same_hook and not hasattr(module, "parametrizations"):
+                return rule
+    return None
+
+
+def _used(calls: Sequence[Call]) -> list[tuple[Tensor, Tensor]]:
+    """Input and output gradient of every call that reached the loss."""
+    return [(c.x, c.d[0]) for c in calls if c.d[0] is not None]
+
+
+def _linear(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
+    assert isinstance(module, nn.Linear)
+    return _dense(site, LinearGeometry(module.weight.shape), calls)
+
+
+def _conv(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    return _dense(site, ConvGeometry.of(module), calls)
+
+
+def _dense(
+    site: Site, geometry: LinearGeometry | ConvGeometry, calls: Sequence[Call]
+) -> LayerIO:
+    pairs = _used(calls)
+    weight, bias = site.parameters.get("weight"), site.parameters.get("bias")
+    if weight is not None:
+        return DenseIO(site.name, weight, bias, pairs, geometry)
+    assert bias is not None  # a site has at least one trainable parameter
+    rows = [geometry.output_rows(d.to(compute_dtype(d))) for _, d in pairs]
+    return DirectIO(site.name, {bias: sum(r.sum(2).flatten(1) for r in rows)})  # type: ignore[dict-item]
+
+
+def _embedding(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
+    assert isinstance(module, nn.Embedding)
+    return LookupIO(
+        site.name,
+        site.parameters["weight"],
+        module.num_embeddings,
+        module.padding_idx,
+        _used(calls),
+    )
+
+
+def _norm(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
+    """Norm layers: ``dw_i = sum_t d_t * x^_t``, ``db_i = sum_t d_t``, written down."""
+    total: dict[str, Tensor] = {}
+    for x, d in _used(calls):
+        d = d.to(compute_dtype(d))
+        normalised = _normalise(module, x.to(d.dtype))
+        shape = next(iter(module.parameters(recurse=False))).shape
+        for own, full in site.parameters.items():
+            g = d * normalised if own == "weight" else d
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # parameters come last
+                g = g.reshape(g.shape[0], -1, *shape).sum(1)
+            else:  # channels stand at dimension 1
+                g = g.flatten(2).sum(2) if g.dim() > 2 else g
+            total[full] = g if full not in total else total[full] + g
+    return DirectIO(site.name, total)
+
+
+def _normalise(module: nn.Module, x: Tensor) -> Tensor:
+    """The layer without its affine part."""
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, eps=module.eps)
+    assert isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+    return F.instance_norm(x, use_input_stats=True, eps=module.eps)
+
+
+_RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: _linear,
+    nn.Conv1d: _conv,
+    nn.Conv2d: _conv,
+    nn.Conv3d: _conv,
+    nn.Embedding: _embedding,
+    nn.LayerNorm: _norm,
+    nn.RMSNorm: _norm,
+    nn.GroupNorm: _norm,
+    nn.InstanceNorm1d: _norm,
+    nn.InstanceNorm2d: _norm,
+    nn.InstanceNorm3d: _norm,
+}

@@ -1,0 +1,105 @@
+"""Synthetic batches of the user's shapes, for checks that must not touch private data.
+
+Shapes and dtypes come from a template; the values are random. What a template cannot
+tell (token ids below the vocabulary, labels below the number of classes) is taken from
+the model: the smallest embedding table, the width of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_with_path
+
+__all__ = ["Batch", "Synthesiser", "as_call", "synthesiser_like"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and targets of a batch, tensors with examples at dimension 0.
+
+    Attributes:
+        inputs: a tensor for ``model(x)``, a tuple for ``model(*xs)``, a mapping for
+            ``model(**xs)``.
+        targets: whatever the loss takes as its second argument; None without a loss.
+    """
+
+    inputs: Any
+    targets: Any
+
+
+#: Makes a batch of the given size; the generator is its only source of randomness.
+Synthesiser = Callable[[int, torch.Generator], Batch]
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, as the structure of the inputs says."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def synthesiser_like(template: Batch, model: nn.Module) -> Synthesiser:
+    """Random batches with the shapes and dtypes of ``template`` (any batch size).
+
+    Args:
+        template: a batch whose values are ignored.
+        model: tells the range of token ids; its output tells the range of labels.
+    """
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    vocabulary = min(tables, default=2)
+
+    def make(size: int, generator: torch.Generator) -> Batch:
+        def draw_input(path: Any, x: Any) -> Any:
+            return _like(x, size, generator, 2 if _is_mask(path) else vocabulary)
+
+        inputs = tree_map_with_path(draw_input, template.inputs)
+        if template.targets is None:
+            return Batch(inputs, None)
+        classes = _output_width(model, inputs)
+
+        def draw_target(_: Any, y: Any) -> Any:
+            return _like(y, size, generator, classes)
+
+        return Batch(inputs, tree_map_with_path(draw_target, template.targets))
+
+    return make
+
+
+def _like(x: Any, size: int, generator: torch.Generator, high: int) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    shape = (size, *x.shape[1:])
+    if x.is_floating_point():
+        # in [0, 1]: valid as features, as regression targets and as probabilities
+        drawn = torch.rand(shape, generator=generator).to(x.dtype)
+    elif x.dtype == torch.bool:
+        drawn = torch.ones(shape, dtype=torch.bool)
+    else:
+        drawn = torch.randint(0, max(high, 1), shape, generator=generator).to(x.dtype)
+    return drawn.to(x.device)
+
+
+def _is_mask(path: Any) -> bool:
+    return any("mask" in str(getattr(key, "key", "")).lower() for key in path)
+
+
+def _output_width(model: nn.Module, inputs: Any) -> int:
+    """Number of classes that the model's output can name, by its narrowest reading."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            args, kwargs = as_call(inputs)
+            output = model(*args, **kwargs)
+    finally:
+        model.train(training)
+    if isinstance(output, Tensor) and output.dim() >= 2:
+        return min(output.shape[1], output.shape[-1])
+    return 2

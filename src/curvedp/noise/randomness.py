@@ -1,0 +1,120 @@
+"""Named random streams: noise and sampling are secret, everything else is public.
+
+Each draw has an address, (stream, step, ...), and its generator is derived from the
+stream's entropy and that address alone. So draws of different streams, steps and
+attempts are independent, resuming needs no generator state, and nothing secret has to
+be stored: a resumed run takes fresh entropy from the operating system.
+
+A 32-bit seed could be searched through, and torch's CPU generator keeps no more than 32
+bits of its seed. The secret streams therefore use 256 bits of operating-system entropy
+through numpy's ``SeedSequence``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from enum import Enum
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from curvedp.errors import ConfigurationError, CurvedpError
+
+__all__ = ["RandomStreams", "Stream"]
+
+
+class Stream(Enum):
+    """What a random draw is for. The numbers are in its address; never reuse one."""
+
+    NOISE = 1
+    SAMPLING = 2
+    INITIALISATION = 3
+    FORWARD = 4
+    PROBE = 5
+    VALIDATION = 6
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether knowing the stream would undo the guarantee."""
+        return self in (Stream.NOISE, Stream.SAMPLING)
+
+
+class RandomStreams:
+    """All randomness of a run.
+
+    Args:
+        seed: of the public streams (initialisation, dropout, probes); None draws one.
+        unsafe_reproducible_noise: makes the *secret* streams, noise and sampling,
+            reproducible from a number. Whoever knows the number can subtract the noise:
+            for tests and paired experiments on public data, never for a release. The
+            ledger notes it.
+    """
+
+    def __init__(
+        self, seed: int | None = None, *, unsafe_reproducible_noise: int | None = None
+    ) -> None:
+        for name, value in (
+            ("seed", seed),
+            ("unsafe_reproducible_noise", unsafe_reproducible_noise),
+        ):
+            if value is not None and (isinstance(value, bool) or value < 0):
+                raise ConfigurationError(
+                    f"{name} must be a number from 0 on, not {value!r}"
+                )
+        self.seed = secrets.randbits(63) if seed is None else int(seed)
+        self.is_unsafe = unsafe_reproducible_noise is not None
+        self._secret = (
+            secrets.randbits(256)
+            if unsafe_reproducible_noise is None
+            else int(unsafe_reproducible_noise)
+        )
+        self._drawn: set[tuple[int, ...]] = set()
+
+    def generator(self, stream: Stream, *address: int) -> np.random.Generator:
+        """The generator at an address. Equal addresses give equal draws.
+
+        Raises:
+            CurvedpError: noise was drawn at this address before.
+        """
+        if stream is Stream.NOISE:
+            if address in self._drawn:
+                raise CurvedpError(
+                    f"noise for address {address} was drawn before; drawing it again "
+                    "would let two releases cancel it",
+                    "pay for the step again and use the next attempt number",
+                )
+            self._drawn.add(address)
+        return np.random.Generator(np.random.Philox(self._sequence(stream, address)))
+
+    def torch_seed(self, stream: Stream, *address: int) -> int:
+        """A 64-bit seed at an address, for a torch generator."""
+        words = self._sequence(stream, address).generate_state(1, np.uint64)
+        return int(words[0])
+
+    def normals(
+        self, shape: torch.Size, generator: np.random.Generator
+    ) -> torch.Tensor:
+        """Standard normal float32 values on the CPU."""
+        drawn = generator.standard_normal(tuple(shape), dtype=np.float32)
+        return torch.from_numpy(np.ascontiguousarray(drawn)).reshape(shape)
+
+    def _sequence(
+        self, stream: Stream, address: tuple[int, ...]
+    ) -> np.random.SeedSequence:
+        entropy = self._secret if stream.is_secret else self.seed
+        return np.random.SeedSequence(entropy, spawn_key=(stream.value, *address))
+
+    def __repr__(self) -> str:
+        kind = "unsafe, reproducible" if self.is_unsafe else "operating system"
+        return f"RandomStreams(seed={self.seed}, secret=<{kind}>)"
+
+    def __getstate__(self) -> NoReturn:
+        raise CurvedpError(
+            "random streams hold the secret entropy of noise and sampling; they cannot "
+            "be pickled or copied",
+            "make new ones in the other process; a resumed run takes fresh entropy",
+        )
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        self.__getstate__()

@@ -1,0 +1,23 @@
+"""One method, one page. A new method is a file here and a line in ``_PAGES``."""
+
+from curvedp.errors import ConfigurationError
+from curvedp.recipes import dp_adam, dp_adamw, dp_sgd, non_private
+from curvedp.recipes.base import Recipe
+
+__all__ = ["RECIPES", "Recipe", "get_recipe"]
+
+_PAGES = (dp_sgd, dp_adam, dp_adamw, non_private)
+
+#: Every recipe by its name.
+RECIPES: dict[str, Recipe] = {page.RECIPE.name: page.RECIPE for page in _PAGES}
+
+
+def get_recipe(recipe: Recipe | str) -> Recipe:
+    """A recipe by its name; a recipe passes through."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise ConfigurationError(
+            f"unknown recipe {recipe!r}", f"choose one of: {', '.join(RECIPES)}"
+        )
+    return RECIPES[recipe]

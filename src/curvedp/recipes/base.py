@@ -1,0 +1,109 @@
+"""What a recipe is: one method on one page.
+
+A recipe is a frozen description: which clipping, which whitening, which transforms and
+which optimiser make up the method, and their defaults. It holds no data and does no
+work; the engine in :mod:`curvedp.train` builds what it describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from curvedp.clipping import ClippingRule, clipping_rule
+from curvedp.errors import ConfigurationError
+from curvedp.update import Chain
+from curvedp.whitening import IdentityWhitener, Whitener
+
+__all__ = ["Recipe"]
+
+_OPTIMISERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A method and its settings.
+
+    Attributes:
+        name: as it is called on the command line.
+        summary: one line for people.
+        private: False for references that have no guarantee; they are labelled so
+            wherever they appear.
+        optimiser: "sgd", "adam" or "adamw", used by the Trainer and the command line (a
+            hand-written loop brings its own).
+        learning_rate: of the optimiser.
+        momentum: of sgd; beta1 of adam and adamw.
+        weight_decay: of the optimiser.
+        clipping: "flat", "normalised" or "per-layer".
+        clip_norm: C.
+        chain: transforms on the released gradient.
+    """
+
+    name: str
+    summary: str
+    private: bool = True
+    optimiser: str = "sgd"
+    learning_rate: float = 0.5
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clipping: str = "flat"
+    clip_norm: float = 1.0
+    chain: Chain = field(default_factory=Chain)
+
+    def configure(self, **settings: Any) -> Recipe:
+        """The same method with other settings; None leaves a setting as it is."""
+        given = {k: v for k, v in settings.items() if v is not None}
+        unknown = given.keys() - set(self.setting_names())
+        if unknown:
+            raise ConfigurationError(
+                f"recipe {self.name!r} has no setting {', '.join(sorted(unknown))}",
+                f"its settings are: {', '.join(self.setting_names())}",
+            )
+        for name in ("learning_rate", "momentum", "weight_decay"):
+            value = given.get(name, 0.0)
+            if not value >= 0 or value == float("inf"):
+                raise ConfigurationError(f"{name} must not be negative, not {value!r}")
+        configured = replace(self, **given)
+        configured.clipping_rule()
+        return configured
+
+    @staticmethod
+    def setting_names() -> list[str]:
+        """What a user may set."""
+        fixed = {"name", "summary", "private", "chain", "optimiser"}
+        return [f.name for f in fields(Recipe) if f.name not in fixed]
+
+    def clipping_rule(self) -> ClippingRule:
+        """The clip rule with its bound."""
+        return clipping_rule(self.clipping, self.clip_norm)
+
+    def whitener(self) -> Whitener:
+        """The map before clipping."""
+        return IdentityWhitener()
+
+    def make_optimiser(
+        self, parameters: Iterable[nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        """The torch optimiser that acts on the release."""
+        options: dict[str, Any] = {
+            "lr": self.learning_rate,
+            "weight_decay": self.weight_decay,
+        }
+        if self.optimiser == "sgd":
+            options["momentum"] = self.momentum
+        elif self.momentum:
+            options["betas"] = (self.momentum, 0.999)
+        return _OPTIMISERS[self.optimiser](parameters, **options)
+
+    def facts(self) -> dict[str, Any]:
+        """Name and settings as JSON values."""
+        settings = {name: getattr(self, name) for name in self.setting_names()}
+        return {"name": self.name, "optimiser": self.optimiser, **settings}

@@ -1,0 +1,17 @@
+"""DP-Adam: Adam on the noisy mean of clipped gradients.
+
+Adam's moments are functions of releases, so they cost nothing. Its second moment sees
+the noise as well as the signal, which makes all step sizes alike at small epsilon.
+"""
+
+from curvedp.recipes.base import Recipe
+
+__all__ = ["RECIPE"]
+
+RECIPE = Recipe(
+    name="dp-adam",
+    summary="Adam on the noisy mean of clipped gradients",
+    optimiser="adam",
+    learning_rate=2e-3,
+    momentum=0.9,
+)

@@ -1,0 +1,6 @@
+"""Which examples a step sees, and in what physical portions."""
+
+from curvedp.sampling.physical import PhysicalBatch, PhysicalLoader
+from curvedp.sampling.poisson import PoissonSampler
+
+__all__ = ["PhysicalBatch", "PhysicalLoader", "PoissonSampler"]

@@ -1,0 +1,194 @@
+"""Fixed-size physical batches: padded, masked inside, accumulated to logical ones.
+
+A Poisson draw has a random size, from empty to larger than memory. The loader cuts it
+into physical batches of one fixed size and fills the last one up with zero examples:
+shapes are static, an empty draw is an ordinary batch of padding, and a draw of any size
+fits. Which rows are real travels beside the batch, not in it.
+
+The user's collate function, workers and pinned memory do what they always do: fetching
+goes through ``torch.utils.data.DataLoader``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from curvedp.errors import DataError
+from curvedp.sampling.poisson import PoissonSampler
+
+__all__ = ["PhysicalBatch", "PhysicalLoader"]
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, repr=False)
+class PhysicalBatch:
+    """A portion of a logical batch. Private.
+
+    Attributes:
+        data: what the collate function gave, padded to the physical size.
+        present: ``[P]``, True for real examples.
+        step: the logical step.
+        completes: whether this is the last portion of its logical batch.
+    """
+
+    data: Any
+    present: Tensor
+    step: int
+    completes: bool
+
+
+class PhysicalLoader:
+    """Draws logical batches and yields them in physical portions.
+
+    Args:
+        dataset: map-style, with a length.
+        sampler: draws the examples of a step.
+        physical_batch_size: P; every batch has this many rows.
+        collate: the user's collate function; None takes torch's default.
+        options: further ``DataLoader`` arguments (workers, pinned memory, ...).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: PoissonSampler,
+        physical_batch_size: int,
+        *,
+        collate: Collate | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._size = population(dataset)
+        self._sampler = sampler
+        self._physical = physical_batch_size
+        self._collate = collate
+        self._options = dict(options or {})
+        # A whole batch of a tensor dataset is one gather instead of P of them.
+        self._gather = (
+            type(dataset).__getitem__ is TensorDataset.__getitem__
+            and collate is None
+            and not self._options
+        )
+        self._empty = tree_map(_zeros, self.template())
+
+    def template(self) -> Any:
+        """A batch of one example, for its shapes; the values mean nothing."""
+        return tree_map(_zeros, self._fetch_one())
+
+    def _fetch_one(self) -> Any:
+        first = [self._dataset[0]]
+        batch = (self._collate or default_collate)(first)
+        leaves = [x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)]
+        if not leaves or any(x.dim() == 0 or x.shape[0] != 1 for x in leaves):
+            raise DataError(
+                "the collate function must give tensors with one row per example, and "
+                "for one example it gave "
+                + (", ".join(str(tuple(x.shape)) for x in leaves) or "no tensor"),
+                "return tensors (or tuples and dictionaries of them) of shape "
+                "[batch, ...]",
+            )
+        return batch
+
+    def steps(self, first: int, stop: int) -> Iterator[PhysicalBatch]:
+        """Physical batches of the logical steps ``first, ..., stop - 1``."""
+        facts: deque[tuple[int, int, bool]] = deque()
+
+        def portions() -> Iterator[list[int]]:
+            for step in range(first, stop):
+                drawn = self._sampler.draw(step, self._size).tolist()
+                cut = range(0, max(1, len(drawn)), self._physical)
+                for start in cut:
+                    part = drawn[start : start + self._physical]
+                    facts.append((step, len(part), start == cut[-1]))
+                    yield part
+
+        for data in self._fetch(portions()):
+            step, count, completes = facts.popleft()
+            present = torch.arange(self._physical) < count
+            yield PhysicalBatch(data, present, step, completes)
+
+    def _fetch(self, portions: Iterator[list[int]]) -> Iterator[Any]:
+        if self._gather:
+            for part in portions:
+                index = torch.tensor(part, dtype=torch.int64)
+                batch = [t[index] for t in self._dataset.tensors]
+                yield self._padded(batch)
+        else:
+            yield from DataLoader(
+                self._dataset,
+                batch_sampler=_Portions(portions),
+                collate_fn=_PaddedCollate(self._collate, self._empty, self._physical),
+                **self._options,
+            )
+
+    def _padded(self, batch: Any) -> Any:
+        return pad_batch(batch, self._physical)
+
+
+class _Portions:
+    """A batch sampler out of an iterator; DataLoader asks for an iterable."""
+
+    def __init__(self, portions: Iterator[list[int]]) -> None:
+        self._portions = portions
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._portions
+
+
+@dataclass(frozen=True)
+class _PaddedCollate:
+    """The user's collate function, then padding; a class, so that it pickles."""
+
+    collate: Collate | None
+    empty: Any
+    size: int
+
+    def __call__(self, examples: list[Any]) -> Any:
+        batch = (self.collate or default_collate)(examples) if examples else self.empty
+        return pad_batch(batch if examples else _no_rows(batch), self.size)
+
+
+def pad_batch(batch: Any, size: int) -> Any:
+    """Append zero examples until every tensor has ``size`` rows."""
+
+    def pad(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.shape[0] == size:
+            return x
+        return torch.cat([x, x.new_zeros(size - x.shape[0], *x.shape[1:])])
+
+    return tree_map(pad, batch)
+
+
+def population(dataset: Any) -> int:
+    """Number of examples, or an error that says what kind of dataset is needed."""
+    try:
+        size = len(dataset)
+    except TypeError:
+        size = None
+    if size is None or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"{type(dataset).__name__} has no length or no indexing; Poisson sampling "
+            "draws each example on its own",
+            "give a map-style dataset with __len__ and __getitem__ (store a stream to "
+            "disk first)",
+        )
+    if size == 0:
+        raise DataError("the dataset is empty", "give at least one example")
+    return int(size)
+
+
+def _zeros(x: Any) -> Any:
+    return torch.zeros_like(x) if isinstance(x, Tensor) else x
+
+
+def _no_rows(batch: Any) -> Any:
+    return tree_map(lambda x: x[:0] if isinstance(x, Tensor) else x, batch)

@@ -1,0 +1,117 @@
+"""Checkpoints: a folder a step, whole or not there, without secrets and without pickle.
+
+``<run>/checkpoints/step-00000120/`` holds ``model.safetensors`` (parameters and
+buffers), ``state.safetensors`` and ``checkpoint.json``. All of it is a function of
+releases and public settings, so a checkpoint may be shared: it holds no seed of noise
+or sampling, no pending sum, no loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from curvedp.errors import CheckpointError
+from curvedp.storage import read_json, write_folder_atomically, write_json
+from curvedp.train.encoding import decode_state, encode_state
+from curvedp.train.tensors import read_tensors, write_tensors
+
+__all__ = ["Checkpoint", "checkpoint_folders", "load_checkpoint", "save_checkpoint"]
+
+KIND = "curvedp-checkpoint"
+VERSION = 1
+_FILES = ("model.safetensors", "state.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run needs to go on, besides its ledger and journal.
+
+    Attributes:
+        step: logical steps made.
+        run_id: of the run; the same as in its ledger.
+        facts: the plan and the recipe, to refuse a foreign checkpoint.
+        model: parameters and buffers by name.
+        state: optimiser, transforms and whatever the user added.
+    """
+
+    step: int
+    run_id: str
+    facts: dict[str, Any]
+    model: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
+    """Write ``<folder>/step-<number>``; older ones beyond ``keep`` are removed."""
+    target = folder / f"step-{checkpoint.step:08d}"
+    tensors: dict[str, Tensor] = {}
+    state = encode_state(checkpoint.state, tensors)
+
+    def write(path: Path) -> None:
+        marks = {"kind": KIND, "run_id": checkpoint.run_id}
+        write_tensors(path / _FILES[0], checkpoint.model, marks)
+        write_tensors(path / _FILES[1], tensors, marks)
+        content = {
+            "kind": KIND,
+            "version": VERSION,
+            "run_id": checkpoint.run_id,
+            "step": checkpoint.step,
+            "facts": checkpoint.facts,
+            "state": state,
+            "sha256": {name: _digest(path / name) for name in _FILES},
+        }
+        write_json(path / "checkpoint.json", content)
+
+    write_folder_atomically(target, write)
+    for old in checkpoint_folders(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first."""
+    return sorted(p for p in folder.glob("step-*") if p.is_dir())
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify a checkpoint folder."""
+    try:
+        content = read_json(path / "checkpoint.json")
+        if content["kind"] != KIND:
+            raise _damaged(path, "it is not a curvedp checkpoint")
+        if content["version"] != VERSION:
+            raise _damaged(path, f"it has the unknown version {content['version']!r}")
+        for name in _FILES:
+            if _digest(path / name) != content["sha256"][name]:
+                raise _damaged(path, f"{name} does not match its checksum")
+        model, _ = read_tensors(path / _FILES[0])
+        tensors, _ = read_tensors(path / _FILES[1])
+        return Checkpoint(
+            step=content["step"],
+            run_id=content["run_id"],
+            facts=content["facts"],
+            model=model,
+            state=decode_state(content["state"], tensors),
+        )
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise _damaged(path, str(error) or type(error).__name__) from error
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {path} cannot be used: {why}",
+        "remove that folder to resume from the one before it, or restore a copy of it",
+    )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,220 @@
+"""The private step, in one place: every tier of the API goes through here.
+
+A logical step is a sequence of physical batches. For each of them: forward, backward,
+clip, add to the pending sum. After the last one, in this order and no other:
+
+1. the budget is checked (again: the loader checked before it drew);
+2. the payment is written to the ledger and forced to disk;
+3. noise is drawn and added: the pending sum becomes a release;
+4. the release is written to the journal;
+5. the optimiser moves the parameters.
+
+A crash between 2 and 4 costs the payment: the step runs again with fresh noise and pays
+again. A crash after 4 costs nothing: the journal repeats the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from curvedp.accounting import Ledger, MemoryLedger
+from curvedp.barrier import ClippedSum, Release
+from curvedp.clipping import clipped_sum
+from curvedp.errors import BudgetError, LoopError
+from curvedp.layers import Coverage, Recording
+from curvedp.noise import NoiseState, RandomStreams
+from curvedp.plan import Plan
+from curvedp.sampling import PhysicalBatch, PhysicalLoader
+from curvedp.train.journal import Journal
+from curvedp.update import Chain, apply_release
+from curvedp.whitening import Whitener
+
+__all__ = ["Engine"]
+
+
+@dataclass
+class _Open:
+    """What exists between a batch leaving the loader and its release. Private."""
+
+    batch: PhysicalBatch | None = None
+    recording: Recording | None = None
+    pending: ClippedSum | None = None
+
+
+class Engine:
+    """Runs private steps on a model.
+
+    Args:
+        model: the user's model.
+        optimizer: the torch optimiser that moves it.
+        plan: sampling, clipping, noise and accounting.
+        coverage: verified sites of the model.
+        whitener: the map before clipping.
+        chain: transforms on the released mean gradient.
+        streams: all randomness.
+        ledger: where steps are paid.
+        loader: draws and cuts the batches.
+        journal: where releases are kept, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        coverage: Coverage,
+        whitener: Whitener,
+        chain: Chain,
+        streams: RandomStreams,
+        ledger: Ledger | MemoryLedger,
+        loader: PhysicalLoader,
+        physical_batch_size: int,
+        journal: Journal | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.plan = plan
+        self.ledger = ledger
+        self.streams = streams
+        self.journal = journal
+        self.physical_batch_size = physical_batch_size
+        self.step = 0
+        self._coverage = coverage
+        self._whitener = whitener
+        self._chain = chain
+        self._loader = loader
+        self._mechanism = plan.mechanism()
+        self._event = plan.step_event()
+        named = dict(model.named_parameters())
+        self.parameters = {name: named[name] for name in coverage.parameters}
+        self.chain_state = chain.init(self.parameters)
+        self._open = _Open()
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that the budget still allows."""
+        return max(0, self.plan.sampling.steps - self.ledger.count())
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no logical batch is half done."""
+        return self._open.pending is None and self._open.batch is None
+
+    @property
+    def inside_logical_batch(self) -> bool:
+        """Whether some physical batches of the current step are clipped already."""
+        return self._open.pending is not None
+
+    def batches(self, steps: int) -> Iterator[PhysicalBatch]:
+        """Physical batches of the next steps, at most as many as the budget allows."""
+        self._open = _Open()  # a batch that an earlier loop left behind is not released
+        stop = self.step + min(steps, self.steps_left)
+        for batch in self._loader.steps(self.step, stop):
+            if self._open.batch is not None:
+                raise LoopError(
+                    f"a batch of step {self._open.batch.step} was taken from the "
+                    "loader and never went through optimizer.step(): skipping a batch "
+                    "for what is in it is a release that nobody paid for",
+                    "call loss.backward() and optimizer.step() for every batch",
+                )
+            self._open.batch = batch
+            self._open.recording = None
+            yield batch
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A recorded forward pass over the open batch."""
+        if self._open.recording is not None and self._open.recording.reached:
+            raise LoopError(
+                "the model was called again after backward for the same batch: each "
+                "example would be clipped and counted twice",
+                "compute the whole loss from one call of the model, then backward, "
+                "then optimizer.step()",
+            )
+        recording = Recording(
+            self.model, self._coverage.covered, self.physical_batch_size
+        )
+        self._open.recording = recording
+        return recording.forward(args, kwargs)
+
+    def accumulate(self, scale: float = 1.0) -> bool:
+        """Clip what the backward pass brought; True when the logical batch is whole.
+
+        Args:
+            scale: what the loss's gradients are to be multiplied with to be those of
+                the per-example losses.
+        """
+        batch, recording = self._open.batch, self._open.recording
+        if batch is None:
+            raise LoopError(
+                "optimizer.step() without a batch from private.loader",
+                "iterate over private.loader; a private step takes no other data",
+            )
+        if recording is None or not recording.reached:
+            raise LoopError(
+                "optimizer.step() before a backward pass through private.model",
+                "call private.model(inputs) (not the bare model), then loss.backward()",
+            )
+        part = clipped_sum(
+            recording.layer_ios(),
+            self.plan.clipping,
+            self._whitener,
+            parameters=self.parameters,
+            present=batch.present,
+            step=batch.step,
+            scale=scale,
+        )
+        pending = self._open.pending
+        merged = part if pending is None else pending.merge(part)
+        self._open = _Open(pending=merged)
+        return batch.completes
+
+    def release(self) -> None:
+        """Pay, add noise, keep the release, move the parameters."""
+        pending = self._open.pending
+        if pending is None or pending.step != self.step:
+            raise LoopError("there is no whole logical batch to release")
+        if self.steps_left == 0:
+            raise self.exhausted()
+        attempt = self.ledger.next_attempt(self.step)
+        self.ledger.pay(self.step, attempt, self._event)
+        state = NoiseState(self.streams, attempt)
+        release, _ = self._mechanism.update(pending, state)
+        self._open = _Open()
+        if self.journal is not None:
+            self.journal.write(release)
+        self.apply(release)
+
+    def apply(self, release: Release) -> None:
+        """Move the parameters by a release, fresh or read from the journal."""
+        self.chain_state = apply_release(
+            release,
+            self.parameters,
+            self.optimizer,
+            expected_batch_size=self.plan.sampling.expected_batch_size,
+            chain=self._chain,
+            state=self.chain_state,
+        )
+        self.step = release.step + 1
+
+    def recover(self) -> int:
+        """Repeat the updates that the journal has beyond this step; how many."""
+        recovered = 0
+        if self.journal is not None:
+            while (release := self.journal.read(self.step)) is not None:
+                self.apply(release)
+                recovered += 1
+        return recovered
+
+    def exhausted(self) -> BudgetError:
+        """The error for a step beyond the budget."""
+        return BudgetError(
+            f"all {self.plan.sampling.steps} planned steps are paid for: another one "
+            "would exceed the budget",
+            "stop here, or plan a new run with more steps (more noise in each)",
+        )

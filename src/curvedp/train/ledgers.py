@@ -1,0 +1,64 @@
+"""The ledger of a run: made, reopened and checked against the plan, or in memory."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from curvedp._version import __version__
+from curvedp.accounting import Ledger, LedgerHeader, MemoryLedger
+from curvedp.errors import ConfigurationError
+from curvedp.plan import Plan
+from curvedp.recipes import Recipe
+from curvedp.storage import as_storage_error
+
+__all__ = ["open_ledger"]
+
+
+def open_ledger(
+    run_dir: Path | None, plan: Plan, recipe: Recipe, *, unsafe: bool
+) -> Ledger | MemoryLedger:
+    """The run folder's ledger, made or reopened, or one in memory."""
+    notes = []
+    if unsafe:
+        notes.append(
+            "unsafe_reproducible_noise: whoever knows the seed can recompute noise and "
+            "sampling; there is no guarantee"
+        )
+    header = LedgerHeader(
+        run_id=uuid.uuid4().hex,
+        relation=plan.relation,
+        delta=plan.delta,
+        target_epsilon=plan.target_epsilon,
+        planned_steps=plan.sampling.steps,
+        accountant=plan.accountant,
+        notes=tuple(notes),
+        facts={"curvedp": __version__, "recipe": recipe.name, **_shown(plan)},
+    )
+    if run_dir is None:
+        return MemoryLedger(header)
+    path = run_dir / "ledger.jsonl"
+    if not path.exists():
+        with as_storage_error(run_dir, "make the folder"):
+            run_dir.mkdir(parents=True, exist_ok=True)
+        return Ledger.create(path, header)
+    ledger = Ledger.open(path)
+    stored, given = dict(ledger.header.facts), dict(header.facts)
+    for name, value in given.items():
+        if name != "curvedp" and stored.get(name) != value:
+            ledger.close()
+            raise ConfigurationError(
+                f"{path} belongs to a run with {name} = {stored.get(name)!r}, and this "
+                f"one has {value!r}",
+                "give this run a folder of its own, or resume with the old settings",
+            )
+    if unsafe and not any("unsafe_reproducible_noise" in n for n in ledger.notes()):
+        ledger.note(notes[0])
+    return ledger
+
+
+def _shown(plan: Plan) -> dict[str, Any]:
+    """Facts of the plan that the header does not have in fields of its own."""
+    own = {"unit", "relation", "delta", "target_epsilon", "planned_steps", "accountant"}
+    return {k: v for k, v in plan.facts().items() if k not in own}

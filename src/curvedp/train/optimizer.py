@@ -1,0 +1,123 @@
+"""The optimiser of a hand-written loop: ``step()`` is where privacy happens.
+
+It is a ``torch.optim.Optimizer`` for everything that looks at one, as schedulers do:
+its ``param_groups`` and ``state`` *are* those of the user's optimiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from curvedp.errors import ConfigurationError, LoopError
+from curvedp.train.engine import Engine
+
+__all__ = ["LogicalScheduler", "PrivateOptimizer"]
+
+
+class PrivateOptimizer(torch.optim.Optimizer):
+    """Wraps the user's optimiser; ``step()`` counts logical steps.
+
+    Called after each physical batch. Until the logical batch is whole it only
+    accumulates; then it releases and lets the user's optimiser step.
+    """
+
+    def __init__(self, engine: Engine, scale: Callable[[], float]) -> None:
+        # Deliberately without Optimizer.__init__: it would make parameter groups of its
+        # own, and they would part from those that the inner optimiser uses.
+        self._engine = engine
+        self._scale = scale
+        self._learning_rates = self._current_rates()
+
+    @property
+    def _inner(self) -> torch.optim.Optimizer:
+        return self._engine.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._inner.defaults
+
+    @property
+    def steps_done(self) -> int:
+        """Logical steps so far."""
+        return self._engine.step
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Clip the batch; when its logical batch is whole, release and update."""
+        if closure is not None:
+            raise LoopError(
+                "optimizer.step(closure) would look at the batch several times",
+                "call loss.backward() and then optimizer.step()",
+            )
+        rates = self._current_rates()
+        if self._engine.inside_logical_batch and self._learning_rates != rates:
+            raise LoopError(
+                "a learning rate changed in the middle of a logical batch: a scheduler "
+                "counts physical batches",
+                "wrap it: scheduler = private.schedule(scheduler); its step() then "
+                "counts logical steps",
+            )
+        if self._engine.accumulate(self._scale()):
+            self._engine.release()
+        self._learning_rates = rates
+
+    def _current_rates(self) -> list[Any]:
+        return [group.get("lr") for group in self._engine.optimizer.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad``; pending private sums are elsewhere and stay."""
+        self._inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ConfigurationError(
+            "parameters cannot be added to a private optimiser: they were not covered "
+            "when it was attached",
+            "build the optimiser with all its groups, then call make_private",
+        )
+
+    def __repr__(self) -> str:
+        return f"PrivateOptimizer({self._inner!r})"
+
+
+class LogicalScheduler:
+    """A torch scheduler whose ``step()`` acts once for each logical step."""
+
+    def __init__(self, scheduler: Any, optimizer: PrivateOptimizer) -> None:
+        self._scheduler = scheduler
+        self._optimizer = optimizer
+        self._seen = optimizer.steps_done
+
+    def step(self) -> None:
+        """Move the schedule if a logical step was made since the last call."""
+        if self._optimizer.steps_done > self._seen:
+            self._seen = self._optimizer.steps_done
+            self._scheduler.step()
+
+    def get_last_lr(self) -> list[Any]:
+        """As the wrapped scheduler's."""
+        return list(self._scheduler.get_last_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's state and the step it was at."""
+        return {"scheduler": self._scheduler.state_dict(), "seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore both."""
+        self._scheduler.load_state_dict(state["scheduler"])
+        self._seen = state["seen"]

@@ -1,0 +1,299 @@
+"""Hand-written loops: ``make_private`` and the ``Private`` object it returns.
+
+    private = make_private(model, optimizer, dataset, loss=nn.CrossEntropyLoss(),
+                           epsilon=2.0, delta=1e-5, batch_size=64, epochs=10)
+    for epoch in range(10):
+        for x, y in private.loader:
+            private.optimizer.zero_grad()
+            loss = private.loss(private.model(x), y)
+            loss.backward()
+            private.optimizer.step()
+    print(private.statement())
+
+The loop keeps its shape. ``private.loader`` yields physical batches of one fixed size;
+``private.optimizer.step()`` accumulates them and makes one private step per logical
+batch. The user's model and optimiser objects stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvedp.accounting import MemoryLedger
+from curvedp.errors import CheckpointError, ConfigurationError, LoopError
+from curvedp.layers import PerExampleLoss
+from curvedp.plan import Plan
+from curvedp.recipes import Recipe
+from curvedp.train.checkpoint import (
+    Checkpoint,
+    checkpoint_folders,
+    load_checkpoint,
+    save_checkpoint,
+)
+from curvedp.train.engine import Engine
+from curvedp.train.optimizer import LogicalScheduler, PrivateOptimizer
+from curvedp.train.statement import Statement, make_statement
+
+__all__ = ["Private", "PrivateLoader", "PrivateModel"]
+
+
+class PrivateModel(nn.Module):
+    """The user's model; a training pass is recorded, any other runs as it is.
+
+    Its ``state_dict`` has the same keys as the user's model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.module = engine.model
+        self._engine = engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Recorded when training with gradients enabled."""
+        if self.training and torch.is_grad_enabled():
+            return self._engine.forward(args, kwargs)
+        return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return dict(self.module.state_dict(*args, **kwargs))
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+class PrivateLoader:
+    """Poisson batches in physical portions; ``len`` counts logical steps.
+
+    One pass makes an epoch's steps (all steps, if sampling was declared by rate) or as
+    many as the budget still allows.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __len__(self) -> int:
+        return self._engine.plan.sampling.epoch_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        engine = self._engine
+        if engine.steps_left == 0:
+            raise engine.exhausted()
+        epoch = engine.plan.sampling.epoch_steps
+        for batch in engine.batches(epoch - engine.step % epoch):
+            yield batch.data
+
+
+class Private:
+    """A model under a privacy plan: loader, optimiser, ledger and statement.
+
+    Made by :func:`curvedp.make_private`.
+
+    Attributes:
+        model: call this in the loop.
+        optimizer: step with this.
+        loader: iterate over this.
+        plan: everything the guarantee depends on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        *,
+        loss: PerExampleLoss | None,
+        loss_reduction: str = "mean",
+        run_dir: Path | None = None,
+    ) -> None:
+        if loss_reduction not in ("mean", "sum"):
+            raise ConfigurationError(
+                f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}",
+                "say how the loss in your loop adds up the examples of a batch",
+            )
+        self._engine = engine
+        self._recipe = recipe
+        self._loss = loss
+        self._loss_used = False
+        self._reduction = loss_reduction if loss is None else "mean"
+        self._run_dir = run_dir
+        self.plan: Plan = engine.plan
+        self.model = PrivateModel(engine)
+        self.optimizer = PrivateOptimizer(engine, self._scale)
+        self.loader = PrivateLoader(engine)
+
+    # -- in the loop ------------------------------------------------------------------
+
+    def loss(self, output: Any, targets: Any) -> Tensor:
+        """Mean of the per-example losses that were checked. Its value is private."""
+        if self._loss is None:
+            raise ConfigurationError(
+                "make_private was not given a loss",
+                "pass loss=..., or use your own loss in the loop",
+            )
+        self._loss_used = True
+        return self._loss(output, targets).mean()
+
+    def _scale(self) -> float:
+        """What makes the gradients those of the per-example losses."""
+        if self._loss is not None and not self._loss_used:
+            raise LoopError(
+                "the backward pass did not come from private.loss, whose examples were "
+                "checked to be independent",
+                "use loss = private.loss(output, targets), or leave loss= out of "
+                "make_private to take responsibility for your own",
+            )
+        self._loss_used = False
+        mean = self._reduction == "mean"
+        return float(self._engine.physical_batch_size) if mean else 1.0
+
+    def schedule(self, scheduler: Any) -> LogicalScheduler:
+        """Make a torch scheduler count logical steps instead of physical batches."""
+        return LogicalScheduler(scheduler, self.optimizer)
+
+    # -- the account ------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Logical steps made so far."""
+        return self._engine.step
+
+    def epsilon(self) -> float:
+        """Epsilon of what was paid so far; the planned one is ``plan.epsilon()``."""
+        ledger = self._engine.ledger
+        return ledger.epsilon() if ledger.count() else 0.0
+
+    def steps_left(self) -> int:
+        """Steps that the budget still allows."""
+        return self._engine.steps_left
+
+    def statement(self) -> Statement:
+        """What is promised, about what, and what is not."""
+        return make_statement(
+            self.plan,
+            self._engine.ledger,
+            unsafe=self._engine.streams.is_unsafe,
+            trusted_loss=self._loss is None,
+        )
+
+    def note(self, text: str) -> None:
+        """Put a remark into the ledger and thereby into every statement."""
+        self._engine.ledger.note(text)
+
+    # -- state ------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on, without secrets. Only between logical steps."""
+        self._refuse_half_step()
+        ledger = self._engine.ledger
+        state = self._state()
+        state["model"] = self._engine.model.state_dict()
+        state["facts"] = self._facts()
+        if isinstance(ledger, MemoryLedger):
+            state["ledger"] = ledger.to_text()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a stored state. What was paid since then stays paid."""
+        self._check_facts(state["facts"], "the state")
+        ledger = self._engine.ledger
+        if isinstance(ledger, MemoryLedger) and "ledger" in state:
+            ledger.absorb(state["ledger"])
+        self._load(state, state["model"])
+
+    def save(self, extra: dict[str, Any] | None = None) -> Path:
+        """Write a checkpoint into the run folder (see ``run_dir``)."""
+        folder = self._folder()
+        self._refuse_half_step()
+        checkpoint = Checkpoint(
+            step=self.step,
+            run_id=self._engine.ledger.header.run_id,
+            facts=self._facts(),
+            model=self._engine.model.state_dict(),
+            state={**self._state(), "extra": extra or {}},
+        )
+        path = save_checkpoint(folder / "checkpoints", checkpoint)
+        if self._engine.journal is not None:
+            self._engine.journal.drop_before(self.step)
+        return path
+
+    def resume(self) -> dict[str, Any]:
+        """Go on from the last checkpoint and the journal; returns what ``save`` added.
+
+        Steps whose release is in the journal are repeated from there: no data is
+        touched and nothing is paid again.
+        """
+        folders = checkpoint_folders(self._folder() / "checkpoints")
+        extra: dict[str, Any] = {}
+        if folders:
+            checkpoint = load_checkpoint(folders[-1])
+            if checkpoint.run_id != self._engine.ledger.header.run_id:
+                raise CheckpointError(
+                    f"{folders[-1]} belongs to another run than the ledger beside it",
+                    "put the files of one run together again",
+                )
+            self._check_facts(checkpoint.facts, str(folders[-1]))
+            self._load(checkpoint.state, checkpoint.model)
+            extra = checkpoint.state["extra"]
+        self._engine.recover()
+        return extra
+
+    def close(self) -> None:
+        """Release the ledger's file and lock."""
+        self._engine.ledger.close()
+
+    def __enter__(self) -> Private:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "optimizer": self._engine.optimizer.state_dict(),
+            "chain": self._engine.chain_state,
+        }
+
+    def _load(self, state: dict[str, Any], model: dict[str, Tensor]) -> None:
+        try:
+            self._engine.model.load_state_dict(model)
+            self._engine.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the stored state does not fit this model or optimiser: {error}",
+                "build both as they were when it was stored",
+            ) from error
+        self._engine.chain_state = state["chain"]
+        self._engine.step = state["step"]
+
+    def _facts(self) -> dict[str, Any]:
+        return {"plan": self.plan.facts(), "recipe": self._recipe.facts()}
+
+    def _check_facts(self, stored: dict[str, Any], what: str) -> None:
+        for part, facts in self._facts().items():
+            for name, value in facts.items():
+                if stored.get(part, {}).get(name) != value:
+                    raise CheckpointError(
+                        f"{what} was made with {name} = {stored[part].get(name)!r}, "
+                        f"and this run has {value!r}",
+                        "resume with the settings it was made with",
+                    )
+
+    def _folder(self) -> Path:
+        if self._run_dir is None:
+            raise ConfigurationError(
+                "there is no run folder to write to", "give make_private a run_dir"
+            )
+        return self._run_dir
+
+    def _refuse_half_step(self) -> None:
+        if not self._engine.between_steps:
+            raise LoopError(
+                "a logical batch is half done, and its pending sum is private",
+                "store states after optimizer.step() has completed a logical step "
+                "(private.step has moved)",
+            )

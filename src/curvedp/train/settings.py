@@ -1,0 +1,92 @@
+"""The settings that all tiers share: what is promised, and how data is sampled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from curvedp.barrier import Relation
+from curvedp.errors import ConfigurationError
+from curvedp.plan import Plan, SamplingPlan
+from curvedp.recipes import Recipe
+
+__all__ = ["PrivacySettings", "default_physical_batch_size"]
+
+#: Largest physical batch that is chosen without being asked for.
+LARGEST_DEFAULT = 512
+
+
+@dataclass(frozen=True)
+class PrivacySettings:
+    """Keyword arguments of ``make_private`` and ``Trainer`` that make the plan.
+
+    Attributes:
+        epsilon: target; or
+        noise_multiplier: given noise, from which epsilon follows.
+        delta: of (epsilon, delta).
+        batch_size: with ``epochs``: expected batch size; the number of examples is
+            then public (relation zero-out).
+        epochs: passes over the data, each of ``size // batch_size`` steps.
+        sample_rate: with ``steps`` and ``expected_batch_size``: nothing depends on the
+            number of examples (relation add-remove).
+        steps: number of steps.
+        expected_batch_size: divisor of the noisy sum.
+        relation: "add-remove", "zero-out" or "replace-one".
+        accountant: "pld" (default, tight) or "rdp".
+        allow_large_delta: accept a delta at or above one over the number of examples.
+    """
+
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float = 1e-5
+    batch_size: int | None = None
+    epochs: int | None = None
+    sample_rate: float | None = None
+    steps: int | None = None
+    expected_batch_size: float | None = None
+    relation: Relation | str | None = None
+    accountant: str = "pld"
+    allow_large_delta: bool = False
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> PrivacySettings:
+        """From keyword arguments; an unknown one is refused by name."""
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(settings.keys() - set(known))
+        if unknown:
+            raise ConfigurationError(
+                f"unknown setting {', '.join(unknown)}",
+                f"the privacy settings are: {', '.join(known)}",
+            )
+        return cls(**settings)
+
+    def sampling(self, size: int) -> SamplingPlan:
+        """The declared sampling; ``size`` matters only when it is made public."""
+        return SamplingPlan.declare(
+            size,
+            sample_rate=self.sample_rate,
+            steps=self.steps,
+            expected_batch_size=self.expected_batch_size,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+        )
+
+    def plan(self, recipe: Recipe, size: int) -> Plan:
+        """The whole plan of a private recipe."""
+        return Plan.make(
+            self.sampling(size),
+            recipe.clipping_rule(),
+            delta=self.delta,
+            epsilon=self.epsilon,
+            noise_multiplier=self.noise_multiplier,
+            relation=self.relation,
+            accountant=self.accountant,
+            allow_large_delta=self.allow_large_delta,
+        )
+
+
+def default_physical_batch_size(expected_batch_size: float) -> int:
+    """Room for nearly every draw (four standard deviations), within reason."""
+    room = expected_batch_size + 4 * math.sqrt(expected_batch_size)
+    return min(LARGEST_DEFAULT, 8 * math.ceil(room / 8))

@@ -1,0 +1,112 @@
+"""The privacy statement: what is promised, about what, and what is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from curvedp._version import __version__
+from curvedp.accounting import LedgerRecord
+from curvedp.barrier import Relation
+from curvedp.plan import Plan
+
+__all__ = ["Statement", "make_statement"]
+
+_RELATIONS = {
+    Relation.ADD_REMOVE: "add-remove: one example more or less; the number of examples "
+    "is protected too",
+    Relation.ZERO_OUT: "zero-out: one example's record replaced by nothing; the number "
+    "of examples is public",
+    Relation.REPLACE_ONE: "replace-one: one example replaced by any other; the number "
+    "of examples is public",
+}
+
+_NOT_COVERED = (
+    "settings chosen by looking at results on the same private data",
+    "anything computed from private data outside of training (validation, statistics "
+    "for normalisation, a vocabulary)",
+    "other runs on the same data: their budgets add up",
+    "side channels: timing, memory, and the rounding of floating-point noise",
+)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A printable guarantee; ``str()`` for people, ``facts`` for programs."""
+
+    facts: dict[str, Any]
+    lines: tuple[tuple[str, str], ...]
+    caveats: tuple[str, ...]
+    title: str
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.lines)
+        rows = [f"  {name:<{width}}  {text}" for name, text in self.lines]
+        caveats = [f"  - {text}" for text in self.caveats]
+        return "\n".join([self.title, *rows, "Not covered:", *caveats])
+
+
+def make_statement(
+    plan: Plan, ledger: LedgerRecord, *, unsafe: bool, trusted_loss: bool
+) -> Statement:
+    """The statement of a run as it stands.
+
+    The epsilon that holds *whenever* the run is stopped is the planned one: a decision
+    to stop that looks at what was released is not covered by the epsilon of the steps
+    made so far. The latter is given as well, and says what it assumes.
+    """
+    planned, spent = plan.epsilon(), ledger.epsilon() if ledger.count() else 0.0
+    sampling = plan.sampling
+    size = (
+        f"; the number of examples, {sampling.public_size}, is public"
+        if sampling.public_size is not None
+        else ""
+    )
+    lines = [
+        ("guarantee", f"({planned:.4g}, {plan.delta:g})-differential privacy"),
+        (
+            "spent so far",
+            f"epsilon {spent:.4g} for {ledger.count()} of {sampling.steps} planned "
+            "steps (if that number was fixed beforehand)",
+        ),
+        ("unit", "one example"),
+        ("relation", _RELATIONS[plan.relation]),
+        (
+            "sampling",
+            f"Poisson, declared rate {sampling.sample_rate:.6g}, divisor "
+            f"{sampling.expected_batch_size:g}{size}",
+        ),
+        (
+            "mechanism",
+            f"Gaussian noise {plan.noise_multiplier:g} x clip bound "
+            f"{plan.clipping.bound:g} ({plan.clipping.name} clipping)",
+        ),
+        ("accountant", plan.accountant.upper()),
+    ]
+    title = f"Privacy statement (curvedp {__version__})"
+    caveats = list(_NOT_COVERED)
+    if trusted_loss:
+        caveats.insert(
+            0,
+            "the loss of the training loop, which was not given to make_private: it is "
+            "trusted not to mix examples",
+        )
+    if unsafe:
+        title = "NO PRIVACY GUARANTEE: the noise was made reproducible"
+        lines[0] = (
+            "guarantee",
+            f"none (it would be epsilon {planned:.4g} with secret noise)",
+        )
+    for note in ledger.notes():
+        lines.append(("note", note))
+    facts = {
+        **plan.facts(),
+        "private": not unsafe,
+        "epsilon": planned,
+        "epsilon_spent": spent,
+        "steps_paid": ledger.count(),
+        "notes": list(ledger.notes()),
+        "not_covered": caveats,
+        "curvedp": __version__,
+    }
+    return Statement(facts, tuple(lines), tuple(caveats), title)

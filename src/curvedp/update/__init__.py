@@ -1,0 +1,6 @@
+"""After the noise: what is done with a release before it moves the parameters."""
+
+from curvedp.update.torch_optim import apply_release
+from curvedp.update.transform import Chain, Transform
+
+__all__ = ["Chain", "Transform", "apply_release"]

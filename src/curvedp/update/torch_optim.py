@@ -1,0 +1,42 @@
+"""The bridge to ``torch.optim``: any torch optimiser, fed with released gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvedp.barrier import Release
+from curvedp.errors import ConfigurationError
+from curvedp.update.transform import Chain
+
+__all__ = ["apply_release"]
+
+
+def apply_release(
+    release: Release,
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    expected_batch_size: float,
+    chain: Chain,
+    state: list[Any],
+) -> list[Any]:
+    """One optimiser step on ``release / B``; returns the transforms' next state.
+
+    ``B`` is the *declared* expected batch size: the size that was drawn is private.
+    Deterministic given its arguments, so replaying a stored release after a crash gives
+    the same parameters to the bit.
+    """
+    if release.values.keys() != parameters.keys():
+        raise ConfigurationError("the release is of other parameters than the model's")
+    mean: Mapping[str, Tensor] = {
+        name: value / expected_batch_size for name, value in release.values.items()
+    }
+    mean, state = chain.update(mean, state)
+    for name, parameter in parameters.items():
+        parameter.grad = mean[name].to(parameter.device, parameter.dtype)
+    optimizer.step()
+    return state
