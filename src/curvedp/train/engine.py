@@ -142,13 +142,8 @@ class Engine:
         self._open.recording = recording
         return recording.forward(args, kwargs)
 
-    def accumulate(self, scale: float = 1.0) -> bool:
-        """Clip what the backward pass brought; True when the logical batch is whole.
-
-        Args:
-            scale: what the loss's gradients are to be multiplied with to be those of
-                the per-example losses.
-        """
+    def require_backward(self) -> tuple[PhysicalBatch, Recording]:
+        """The open batch and its recorded pass, or an error that says what is missing."""
         batch, recording = self._open.batch, self._open.recording
         if batch is None:
             raise LoopError(
@@ -160,6 +155,16 @@ class Engine:
                 "optimizer.step() before a backward pass through private.model",
                 "call private.model(inputs) (not the bare model), then loss.backward()",
             )
+        return batch, recording
+
+    def accumulate(self, scale: float = 1.0) -> bool:
+        """Clip what the backward pass brought; True when the logical batch is whole.
+
+        Args:
+            scale: what the loss's gradients are to be multiplied with to be those of
+                the per-example losses.
+        """
+        batch, recording = self.require_backward()
         part = clipped_sum(
             recording.layer_ios(),
             self.plan.clipping,

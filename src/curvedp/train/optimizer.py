@@ -59,6 +59,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "optimizer.step(closure) would look at the batch several times",
                 "call loss.backward() and then optimizer.step()",
             )
+        self._engine.require_backward()
         rates = self._current_rates()
         if self._engine.inside_logical_batch and self._learning_rates != rates:
             raise LoopError(

@@ -1,0 +1,59 @@
+"""The non-private reference: the same batches and optimiser, no clipping, no noise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from curvedp.layers import as_call
+from curvedp.noise import RandomStreams, Stream
+from curvedp.sampling import PhysicalLoader, PoissonSampler
+from curvedp.sampling.physical import population
+from curvedp.train.settings import default_physical_batch_size
+
+if TYPE_CHECKING:
+    from curvedp.train.trainer import Trainer
+
+__all__ = ["fit_without_privacy"]
+
+
+def fit_without_privacy(
+    trainer: Trainer, optimiser: torch.optim.Optimizer, dataset: Any
+) -> int:
+    """Train without any guarantee; returns the number of steps.
+
+    Batches are Poisson-sampled as in a private run, so that the difference between the
+    two is what privacy costs and nothing else.
+    """
+    model = trainer.model
+    sampling = trainer.settings.sampling(population(dataset))
+    streams = RandomStreams(unsafe_reproducible_noise=trainer.public_seed)
+    sampler = PoissonSampler(
+        sampling.sample_rate, lambda step: streams.generator(Stream.SAMPLING, step)
+    )
+    physical = default_physical_batch_size(sampling.expected_batch_size)
+    loader = PhysicalLoader(dataset, sampler, physical)
+    device = next(model.parameters()).device
+    model.train()
+    optimiser.zero_grad()
+    total = torch.zeros((), device=device)
+    with trainer.reproducible_forward(device) as seed_step:
+        seed_step(0)
+        for batch in loader.steps(0, sampling.steps):
+            inputs, targets = trainer.on_device(batch.data, device)
+            args, kwargs = as_call(inputs)
+            losses = trainer.loss(model(*args, **kwargs), targets)
+            present = batch.present.to(device)
+            loss = torch.where(present, losses, torch.zeros_like(losses)).sum()
+            torch.autograd.backward(loss / sampling.expected_batch_size)
+            total = total + loss.detach() / sampling.expected_batch_size
+            if batch.completes:
+                optimiser.step()
+                optimiser.zero_grad()
+                trainer.report(batch.step + 1, sampling.steps, total)
+                total = torch.zeros((), device=device)
+                if trainer.stop_requested:
+                    return batch.step + 1
+                seed_step(batch.step + 1)
+    return sampling.steps

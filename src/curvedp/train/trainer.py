@@ -1,0 +1,256 @@
+"""The Trainer: any model, any per-example loss, any recipe, in one call.
+
+    trainer = Trainer(model, "cross-entropy", "dp-sgd", epsilon=2.0, delta=1e-5,
+                      batch_size=128, epochs=10)
+    result = trainer.fit(dataset)
+    print(result.statement)
+
+It is written on the same ``Private`` object that hand-written loops use, so it has no
+privacy logic of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from curvedp.errors import ConfigurationError
+from curvedp.layers import as_call
+from curvedp.noise import RandomStreams, Stream
+from curvedp.recipes import Recipe, get_recipe
+from curvedp.train.attach import make_private
+from curvedp.train.losses import per_example_loss
+from curvedp.train.plain import fit_without_privacy
+from curvedp.train.private import Private
+from curvedp.train.settings import PrivacySettings
+from curvedp.train.statement import Statement
+
+__all__ = ["FitResult", "Progress", "Trainer"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What may be shown while training: public quantities.
+
+    Attributes:
+        step: logical steps made.
+        steps: logical steps planned.
+        private_loss: mean training loss of the step, only if it was asked for.
+    """
+
+    step: int
+    steps: int
+    private_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How a training run ended.
+
+    Attributes:
+        steps: logical steps made.
+        finished: False if it was asked to stop before.
+        seconds: of this call.
+        statement: the privacy statement; None for the non-private reference.
+    """
+
+    steps: int
+    finished: bool
+    seconds: float
+    statement: Statement | None
+
+
+class Trainer:
+    """Trains a model under a recipe.
+
+    Args:
+        model: any module (see :func:`curvedp.make_private`).
+        loss: name, torch loss or function ``(output, targets) -> [B]``.
+        recipe: name or :class:`Recipe`; its settings can be given as arguments
+            (``learning_rate``, ``momentum``, ``weight_decay``, ``clip_norm``,
+            ``clipping``).
+        run_dir: folder for ledger, journal and checkpoints; without it, nothing is
+            written and nothing survives a crash.
+        checkpoint_every: steps between checkpoints.
+        physical_batch_size: rows of a physical batch; bounds memory.
+        seed: of the public random streams (dropout and the like).
+        unsafe_reproducible_noise: for tests; see :func:`curvedp.make_private`.
+        show_private_training_loss: pass the training loss to ``on_progress``. It is a
+            private quantity that nobody paid for; the ledger notes it.
+        on_progress: called after every logical step.
+        loader_options: further ``DataLoader`` arguments.
+        **settings: privacy settings, as for :func:`curvedp.make_private`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str | nn.Module | Callable[..., Any],
+        recipe: Recipe | str = "dp-sgd",
+        *,
+        run_dir: str | Path | None = None,
+        checkpoint_every: int = 100,
+        physical_batch_size: int | None = None,
+        seed: int | None = None,
+        unsafe_reproducible_noise: int | None = None,
+        show_private_training_loss: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
+        loader_options: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        own = {n: settings.pop(n) for n in Recipe.setting_names() if n in settings}
+        self.model = model
+        self.recipe = get_recipe(recipe).configure(**own)
+        self._loss = per_example_loss(loss)
+        self._settings = PrivacySettings.of(settings)
+        self._given = settings
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._checkpoint_every = checkpoint_every
+        self._physical = physical_batch_size
+        self._streams = RandomStreams(seed)
+        self._unsafe = unsafe_reproducible_noise
+        self._show_loss = show_private_training_loss
+        self._on_progress = on_progress or (lambda _: None)
+        self._loader_options = loader_options
+        self._stop = False
+
+    def request_stop(self) -> None:
+        """Stop after the step in progress; safe to call from a signal handler."""
+        self._stop = True
+
+    def fit(self, dataset: Any, *, resume: bool = False) -> FitResult:
+        """Train on a map-style dataset of ``(inputs, targets)`` pairs.
+
+        Args:
+            dataset: the private data.
+            resume: go on from the run folder's last checkpoint and journal.
+        """
+        started = time.monotonic()
+        self._stop = False
+        optimiser = self.recipe.make_optimiser(
+            p for p in self.model.parameters() if p.requires_grad
+        )
+        if not self.recipe.private:
+            if resume:
+                raise ConfigurationError(
+                    "a non-private reference keeps no state to resume from",
+                    "start it again",
+                )
+            steps = fit_without_privacy(self, optimiser, dataset)
+            return FitResult(steps, True, time.monotonic() - started, None)
+        with self._attach(optimiser, dataset) as private:
+            if resume:
+                private.resume()
+            elif self._run_dir is not None:
+                if private.step or private.epsilon():
+                    raise ConfigurationError(
+                        f"{self._run_dir} holds a run already",
+                        "resume it, or give this run a folder of its own",
+                    )
+                private.save()
+            finished = self._run(private)
+            if self._run_dir is not None:
+                private.save()
+            seconds = time.monotonic() - started
+            return FitResult(private.step, finished, seconds, private.statement())
+
+    def _attach(self, optimiser: torch.optim.Optimizer, dataset: Any) -> Private:
+        return make_private(
+            self.model,
+            optimiser,
+            dataset,
+            recipe=self.recipe,
+            loss=self._loss,
+            physical_batch_size=self._physical,
+            run_dir=self._run_dir,
+            seed=self._streams.seed,
+            unsafe_reproducible_noise=self._unsafe,
+            loader_options=self._loader_options,
+            **self._given,
+        )
+
+    def _run(self, private: Private) -> bool:
+        """Steps until the budget is used up (True) or a stop is asked for (False)."""
+        if self._show_loss:
+            private.note("the private training loss was shown while training")
+        device = next(self.model.parameters()).device
+        total = private.plan.sampling.steps
+        self.model.train()
+        with self.reproducible_forward(device) as seed_step:
+            while private.steps_left():
+                seed_step(private.step)
+                for batch in private.loader:
+                    inputs, targets = self.on_device(batch, device)
+                    before = private.step
+                    private.optimizer.zero_grad()
+                    args, kwargs = as_call(inputs)
+                    loss = private.loss(private.model(*args, **kwargs), targets)
+                    torch.autograd.backward(loss)
+                    private.optimizer.step()
+                    if private.step == before:
+                        continue
+                    self.report(private.step, total, loss)
+                    if self._stop:
+                        return private.steps_left() == 0
+                    if self._run_dir and private.step % self._checkpoint_every == 0:
+                        private.save()
+                    seed_step(private.step)
+        return True
+
+    # -- shared with the non-private reference ----------------------------------------
+
+    @property
+    def loss(self) -> Callable[[Any, Any], Tensor]:
+        """The per-example loss."""
+        return self._loss
+
+    @property
+    def public_seed(self) -> int:
+        """Seed of the public streams."""
+        return self._streams.seed
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether somebody asked to stop."""
+        return self._stop
+
+    @property
+    def settings(self) -> PrivacySettings:
+        """The privacy settings as given."""
+        return self._settings
+
+    def report(self, step: int, steps: int, loss: Tensor) -> None:
+        """Tell whoever watches; the loss only if it was asked for."""
+        shown = float(loss.detach()) if self._show_loss else None
+        self._on_progress(Progress(step, steps, shown))
+
+    def on_device(self, batch: Any, device: torch.device) -> Any:
+        """Move a batch."""
+        return tree_map(
+            lambda x: x.to(device) if isinstance(x, Tensor) else x, tuple(batch)
+        )
+
+    @contextmanager
+    def reproducible_forward(
+        self, device: torch.device
+    ) -> Iterator[Callable[[int], None]]:
+        """Dropout and the like draw from a stream of their own, addressed by step.
+
+        So a resumed run draws what the unbroken one would have, and the caller's global
+        random state is left alone.
+        """
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            yield lambda step: _seed(self._streams, step)
+
+
+def _seed(streams: RandomStreams, step: int) -> None:
+    torch.manual_seed(streams.torch_seed(Stream.FORWARD, step) % 2**63)
