@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 
@@ -336,6 +337,22 @@ def test_when_even_truncation_fails_the_next_open_repairs(paid, monkeypatch):
 def test_a_full_disk_at_creation_leaves_nothing(path, monkeypatch, fault):
     with monkeypatch.context() as patch:
         patch.setattr(os, fault, full_disk)
+        with pytest.raises(StorageError, match="No space left"):
+            Ledger.create(path, HEADER)
+    assert os.listdir(path.parent) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders are synced on POSIX only")
+def test_creation_syncs_the_folder_or_leaves_nothing(path, monkeypatch):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            full_disk()
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
         with pytest.raises(StorageError, match="No space left"):
             Ledger.create(path, HEADER)
     assert os.listdir(path.parent) == []

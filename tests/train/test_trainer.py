@@ -121,20 +121,26 @@ def test_recipes_learn(recipe):
     assert (result.statement is None) == (recipe == "non-private")
 
 
+def stopped_and_resumed(folder, stops):
+    """Run to the end, stopping after each of the given steps."""
+    finished, resume = False, False
+    while not finished:
+        run = trainer(run_dir=folder)
+        run._on_progress = lambda p, r=run: (
+            r.request_stop() if p.step - 1 in stops else None
+        )
+        finished = run.fit(examples(), resume=resume).finished
+        resume = True
+    return run
+
+
 def test_stopped_at_random_points_and_resumed_is_bit_identical(tmp_path):
     expected = unbroken()
     generator = torch.Generator().manual_seed(0)
     for attempt in range(10):
         folder = tmp_path / str(attempt)
         stops = set(torch.randperm(STEPS - 1, generator=generator)[:2].tolist())
-        finished, resume = False, False
-        while not finished:
-            run = trainer(run_dir=folder)
-            run._on_progress = lambda p, r=run: (
-                r.request_stop() if p.step - 1 in stops else None
-            )
-            finished = run.fit(examples(), resume=resume).finished
-            resume = True
+        run = stopped_and_resumed(folder, stops)
         assert torch.equal(parameters(run.model), expected)
         record = read_ledger(folder / "ledger.jsonl")
         assert record.is_gapless()

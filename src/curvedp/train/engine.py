@@ -143,7 +143,7 @@ class Engine:
         return recording.forward(args, kwargs)
 
     def require_backward(self) -> tuple[PhysicalBatch, Recording]:
-        """The open batch and its recorded pass, or an error that says what is missing."""
+        """The open batch and its recorded pass, or an error naming what is missing."""
         batch, recording = self._open.batch, self._open.recording
         if batch is None:
             raise LoopError(
