@@ -44,6 +44,7 @@ def make_private(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     loader_options: Mapping[str, Any] | None = None,
     run_dir: str | Path | None = None,
+    journal: bool = True,
     synthetic: Synthesiser | None = None,
     seed: int | None = None,
     unsafe_reproducible_noise: int | None = None,
@@ -69,6 +70,9 @@ def make_private(
         loader_options: further ``DataLoader`` arguments (``num_workers``, ...).
         run_dir: folder for ledger, journal and checkpoints. Without it the ledger is
             in memory, and a crash loses the record of what was spent.
+        journal: keep every release in the run folder until the next checkpoint, so that
+            a crash loses no step that was paid for. It writes as many bytes a step as
+            the model has; without it, steps since the last checkpoint are paid again.
         synthetic: makes synthetic batches for the attach-time check, where shapes and
             dtypes of the data are not enough to make up valid inputs.
         seed: of the public random streams.
@@ -125,7 +129,7 @@ def make_private(
         ledger=open_ledger(folder, plan, chosen, unsafe=streams.is_unsafe),
         loader=loader,
         physical_batch_size=physical,
-        journal=None if folder is None else Journal(folder / "journal"),
+        journal=Journal(folder / "journal") if folder and journal else None,
     )
     return Private(
         engine,

@@ -80,6 +80,7 @@ class Trainer:
         run_dir: folder for ledger, journal and checkpoints; without it, nothing is
             written and nothing survives a crash.
         checkpoint_every: steps between checkpoints.
+        journal: keep every release until the next checkpoint.
         physical_batch_size: rows of a physical batch; bounds memory.
         seed: of the public random streams (dropout and the like).
         unsafe_reproducible_noise: for tests; see :func:`curvedp.make_private`.
@@ -98,6 +99,7 @@ class Trainer:
         *,
         run_dir: str | Path | None = None,
         checkpoint_every: int = 100,
+        journal: bool = True,
         physical_batch_size: int | None = None,
         seed: int | None = None,
         unsafe_reproducible_noise: int | None = None,
@@ -114,6 +116,7 @@ class Trainer:
         self._given = settings
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._checkpoint_every = checkpoint_every
+        self._journal = journal
         self._physical = physical_batch_size
         self._streams = RandomStreams(seed)
         self._unsafe = unsafe_reproducible_noise
@@ -171,6 +174,7 @@ class Trainer:
             loss=self._loss,
             physical_batch_size=self._physical,
             run_dir=self._run_dir,
+            journal=self._journal,
             seed=self._streams.seed,
             unsafe_reproducible_noise=self._unsafe,
             loader_options=self._loader_options,
