@@ -191,6 +191,28 @@ def test_crashes_lose_nothing_that_was_kept(tmp_path, monkeypatch, crash_at, whe
         assert attempts == ([0, 1] if crash_at < STEPS - 1 else [0])
 
 
+def test_without_a_journal_lost_steps_are_paid_again(tmp_path, monkeypatch):
+    class Crash(BaseException):
+        pass
+
+    original = Engine.apply
+
+    def crash(self, release):
+        original(self, release)
+        if release.step == 6:  # the last checkpoint is that of step 4
+            raise Crash
+
+    monkeypatch.setattr(Engine, "apply", crash)
+    with pytest.raises(Crash):
+        trainer(run_dir=tmp_path, journal=False).fit(examples())
+    monkeypatch.undo()
+    result = trainer(run_dir=tmp_path, journal=False).fit(examples(), resume=True)
+    record = read_ledger(tmp_path / "ledger.jsonl")
+    assert record.count() == STEPS
+    assert result.steps == STEPS - 3  # steps 4, 5 and 6 were paid for twice
+    assert not (tmp_path / "journal").exists()
+
+
 def test_a_finished_run_resumes_to_itself(tmp_path):
     trainer(run_dir=tmp_path).fit(examples())
     run = trainer(run_dir=tmp_path)
@@ -245,8 +267,9 @@ def test_files_hold_no_secret_and_no_pickle(tmp_path):
 
 
 def test_the_global_random_state_is_left_alone():
+    run, data = trainer(steps=2), examples()
     before = torch.get_rng_state()
-    trainer(steps=2).fit(examples())
+    run.fit(data)
     assert torch.equal(torch.get_rng_state(), before)
 
 
