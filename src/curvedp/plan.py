@@ -9,6 +9,7 @@ the event; nobody sets them separately.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,11 +216,19 @@ class Plan:
         """The noise that fits the clip bound."""
         return GaussianMechanism(self.noise_multiplier, self.clipping.bound)
 
-    def sampler(self, streams: RandomStreams) -> PoissonSampler:
-        """The sampler at the declared rate, on the run's secret stream."""
+    def sampler(
+        self, streams: RandomStreams, attempt: Callable[[int], int]
+    ) -> PoissonSampler:
+        """The sampler at the declared rate, on the run's secret stream.
+
+        Args:
+            streams: the run's random streams.
+            attempt: how often a step was paid for before. A step that is made again is
+                drawn again: two releases from one draw cost more than two events.
+        """
         return PoissonSampler(
             self.sampling.sample_rate,
-            lambda step: streams.generator(Stream.SAMPLING, step),
+            lambda step: streams.generator(Stream.SAMPLING, step, attempt(step)),
         )
 
     def step_event(self) -> Event:

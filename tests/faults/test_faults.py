@@ -164,11 +164,11 @@ FAULTS = [
             Patch(
                 Engine.release,
                 "    if self.journal is not None:\n"
-                "        self.journal.write(release)\n"
+                "        self.journal.write(release, self._group_settings())\n"
                 "    self.apply(release)",
                 "    self.apply(release)\n"
                 "    if self.journal is not None:\n"
-                "        self.journal.write(release)",
+                "        self.journal.write(release, self._group_settings())",
             ),
         ),
     ),
@@ -182,6 +182,11 @@ FAULTS = [
                 "NoiseState(self.streams, 0)",
             ),
         ),
+    ),
+    Fault(
+        "7 a step made again is drawn again",
+        checks.a_step_made_again_is_drawn_again,
+        (Patch(Plan.sampler, "step, attempt(step)", "step"),),
     ),
     Fault(
         "7 no noise twice",
@@ -251,7 +256,7 @@ FAULTS = [
         (
             Patch(
                 Engine.forward,
-                "self._open.recording is not None and self._open.recording.reached",
+                "self._open.batch is not None and self._open.recording is not None",
                 "False",
             ),
         ),

@@ -161,6 +161,70 @@ def test_a_scheduler_that_counts_physical_batches_is_refused():
         loop()
 
 
+def scheduled_run(folder, stop_at=None, crash_at=None):
+    """Six steps with a schedule; resumes what is in the folder."""
+    torch.manual_seed(1)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    with attach(
+        examples(), model, optimizer=optimizer, steps=6, run_dir=folder
+    ) as private:
+        scheduler = private.schedule(
+            torch.optim.lr_scheduler.StepLR(private.optimizer, step_size=1, gamma=0.5)
+        )
+        extra = private.resume()
+        if extra:
+            scheduler.load_state_dict(extra["scheduler"])
+        while private.steps_left() and private.step != crash_at:
+            for x, y in private.loader:
+                private.loss(private.model(x), y).backward()
+                private.optimizer.step()
+                scheduler.step()
+                if private.step == stop_at and private._engine.between_steps:
+                    private.save({"scheduler": scheduler.state_dict()})
+                    stop_at = None
+                if private.step == crash_at and private._engine.between_steps:
+                    break
+    return parameters(model), optimizer.param_groups[0]["lr"]
+
+
+def test_schedules_survive_a_crash(tmp_path):
+    expected, rate = scheduled_run(tmp_path / "whole")
+    folder = tmp_path / "broken"
+    scheduled_run(folder, stop_at=2, crash_at=5)  # steps 3 to 5 are in the journal
+    result, resumed_rate = scheduled_run(folder)
+    assert resumed_rate == rate
+    assert torch.equal(result, expected)
+
+
+def test_two_passes_over_one_batch_are_refused():
+    private = attach(examples())
+    for x, _ in private.loader:
+        private.model(x)
+        with torch.no_grad():
+            private.model(x)  # fine: nothing is recorded
+        with pytest.raises(LoopError, match="called twice"):
+            private.model(x)
+        break
+
+
+def test_penalties_on_weights_are_refused_not_dropped():
+    private = attach(examples())
+    for x, y in private.loader:
+        penalty = sum(p.square().sum() for p in private.model.parameters())
+        (private.loss(private.model(x), y) + penalty).backward()
+        with pytest.raises(LoopError, match="weight_decay"):
+            private.optimizer.step()
+        break
+
+
+def test_sampling_is_not_for_loader_options():
+    with pytest.raises(ConfigurationError, match="shuffle"):
+        attach(examples(), loader_options={"shuffle": True})
+    with pytest.raises(ConfigurationError, match="loss_reduction"):
+        attach(examples(), loss_reduction="sum")
+
+
 def test_parameter_groups_and_weight_decay():
     model = small_net()
     optimizer = torch.optim.SGD(

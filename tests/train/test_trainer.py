@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from curvedp import Trainer
 from curvedp.accounting import read_ledger
@@ -167,10 +168,10 @@ def test_crashes_lose_nothing_that_was_kept(tmp_path, monkeypatch, crash_at, whe
 
         write = Journal.write
 
-        def crash(self, release):
+        def crash(self, release, groups):
             if release.step == crash_at:
                 raise Crash
-            write(self, release)
+            write(self, release, groups)
 
         monkeypatch.setattr(Journal, "write", crash)
     with pytest.raises(Crash):
@@ -220,6 +221,42 @@ def test_a_finished_run_resumes_to_itself(tmp_path):
     assert result.finished
     assert torch.equal(parameters(run.model), unbroken())
     assert read_ledger(tmp_path / "ledger.jsonl").count() == STEPS
+
+
+def test_a_damaged_checkpoint_can_be_removed_without_losing_a_step(tmp_path):
+    trainer(run_dir=tmp_path).fit(examples())
+    newest = max((tmp_path / "checkpoints").iterdir())
+    shutil.rmtree(newest)
+    run = trainer(run_dir=tmp_path)
+    assert run.fit(examples(), resume=True).steps == STEPS
+    assert torch.equal(parameters(run.model), unbroken())
+    assert read_ledger(tmp_path / "ledger.jsonl").count() == STEPS
+
+
+def test_frozen_batch_norm_stays_frozen():
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    model[1].requires_grad_(False).eval()
+    trainer(model, steps=2).fit(examples())
+    assert not model[1].training
+    assert int(model[1].num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("recipe", ["dp-sgd", "non-private"])
+def test_data_loaders_and_collate_functions(recipe):
+    def collate(items):
+        x, y = zip(*items, strict=True)
+        return 2 * torch.stack(x), torch.stack(y)
+
+    results = []
+    x, y = examples().tensors
+    for data in (
+        DataLoader(examples(), batch_size=3, collate_fn=collate),
+        TensorDataset(2 * x, y),
+    ):
+        run = trainer(steps=2, recipe=recipe)
+        run.fit(data)
+        results.append(parameters(run.model))
+    torch.testing.assert_close(*results)
 
 
 def test_a_folder_is_used_once(tmp_path):

@@ -78,25 +78,16 @@ class PhysicalLoader:
             and collate is None
             and not self._options
         )
-        self._empty = tree_map(_zeros, self.template())
+        self._empty = self.template()
+
+    @property
+    def physical_batch_size(self) -> int:
+        """P, the rows of every batch."""
+        return self._physical
 
     def template(self) -> Any:
         """A batch of one example, for its shapes; the values mean nothing."""
-        return tree_map(_zeros, self._fetch_one())
-
-    def _fetch_one(self) -> Any:
-        first = [self._dataset[0]]
-        batch = (self._collate or default_collate)(first)
-        leaves = [x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)]
-        if not leaves or any(x.dim() == 0 or x.shape[0] != 1 for x in leaves):
-            raise DataError(
-                "the collate function must give tensors with one row per example, and "
-                "for one example it gave "
-                + (", ".join(str(tuple(x.shape)) for x in leaves) or "no tensor"),
-                "return tensors (or tuples and dictionaries of them) of shape "
-                "[batch, ...]",
-            )
-        return batch
+        return template_batch(self._dataset, self._collate)
 
     def steps(self, first: int, stop: int) -> Iterator[PhysicalBatch]:
         """Physical batches of the logical steps ``first, ..., stop - 1``."""
@@ -166,6 +157,20 @@ def pad_batch(batch: Any, size: int) -> Any:
         return torch.cat([x, x.new_zeros(size - x.shape[0], *x.shape[1:])])
 
     return tree_map(pad, batch)
+
+
+def template_batch(dataset: Any, collate: Collate | None = None) -> Any:
+    """A batch of one example with all values zero: shapes and dtypes, nothing else."""
+    batch = (collate or default_collate)([dataset[0]])
+    leaves = [x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)]
+    if not leaves or any(x.dim() == 0 or x.shape[0] != 1 for x in leaves):
+        raise DataError(
+            "the collate function must give tensors with one row per example, and for "
+            "one example it gave "
+            + (", ".join(str(tuple(x.shape)) for x in leaves) or "no tensor"),
+            "return tensors (or tuples and dictionaries of them) of shape [batch, ...]",
+        )
+    return tree_map(_zeros, batch)
 
 
 def population(dataset: Any) -> int:

@@ -8,26 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
 
-from curvedp.errors import ConfigurationError, CoverageError, NotPrivateError
-from curvedp.layers import Batch, Synthesiser, cover, synthesiser_like
+from curvedp.errors import CoverageError, NotPrivateError
+from curvedp.layers import Synthesiser, cover, synthesiser_like
 from curvedp.noise import RandomStreams
 from curvedp.recipes import Recipe, get_recipe
-from curvedp.sampling import PhysicalLoader
-from curvedp.sampling.physical import population
+from curvedp.train.datasets import TrainingData
 from curvedp.train.engine import Engine
 from curvedp.train.journal import Journal
 from curvedp.train.ledgers import open_ledger
 from curvedp.train.losses import per_example_loss
 from curvedp.train.private import Private
-from curvedp.train.settings import PrivacySettings, default_physical_batch_size
+from curvedp.train.settings import PrivacySettings
 
 __all__ = ["make_private"]
 
@@ -39,7 +31,7 @@ def make_private(
     *,
     recipe: Recipe | str = "dp-sgd",
     loss: str | nn.Module | Callable[..., Any] | None = None,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     physical_batch_size: int | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     loader_options: Mapping[str, Any] | None = None,
@@ -58,12 +50,13 @@ def make_private(
             decay and schedulers keep working.
         dataset: map-style with a length, or a ``DataLoader``, of which dataset, collate
             function, workers and pinned memory are taken over.
-        recipe: which method; its clipping applies, the optimiser is the user's own.
+        recipe: which method: its clipping, whitening and transforms. The optimiser is
+            the user's own.
         loss: name, torch loss or function ``(output, targets) -> [B]``. It is checked
             not to mix examples, and ``private.loss`` uses it. Without it, the loss of
             the loop is trusted, and the statement says so.
-        loss_reduction: without ``loss``: "mean" or "sum", how the loop's own loss adds
-            up the examples of a physical batch.
+        loss_reduction: only without ``loss``: "mean" (the default) or "sum", how the
+            loop's own loss adds up the examples of a physical batch.
         physical_batch_size: rows of every batch that the loader yields. It bounds
             memory and has no influence on what is sampled or released.
         collate_fn: as for a ``DataLoader``.
@@ -96,28 +89,25 @@ def make_private(
         )
     own = {name: settings.pop(name, None) for name in ("clip_norm", "clipping")}
     chosen = chosen.configure(**own)
-    if isinstance(dataset, DataLoader):
-        dataset, collate_fn, loader_options = _unpack_loader(
-            dataset, collate_fn, loader_options
-        )
-    plan = PrivacySettings.of(settings).plan(chosen, population(dataset))
-    physical = _physical_size(physical_batch_size, plan.sampling.expected_batch_size)
+    plan_settings = PrivacySettings.of(settings)
+    source = TrainingData.of(dataset, collate_fn, loader_options)
+    plan = plan_settings.plan(chosen, source.size)
     streams = RandomStreams(seed, unsafe_reproducible_noise=unsafe_reproducible_noise)
-    loader = PhysicalLoader(
-        dataset,
-        plan.sampler(streams),
-        physical,
-        collate=collate_fn,
-        options=loader_options,
-    )
     checked_loss = None if loss is None else per_example_loss(loss)
     device = next(model.parameters()).device
-    template = _template(loader, device, with_targets=checked_loss is not None)
-    coverage = cover(
-        model, synthetic or synthesiser_like(template, model), checked_loss
-    )
+    if synthetic is None:
+        template = source.template(device, with_targets=checked_loss is not None)
+        synthetic = synthesiser_like(template, model)
+    coverage = cover(model, synthetic, checked_loss)
     _check_optimizer(model, optimizer)
+    # The folder is touched last: nothing is left behind by what was refused above.
     folder = None if run_dir is None else Path(run_dir)
+    ledger = open_ledger(folder, plan, chosen, unsafe=streams.is_unsafe)
+    loader = source.loader(
+        plan.sampler(streams, ledger.next_attempt),
+        plan.sampling.expected_batch_size,
+        physical_batch_size,
+    )
     engine = Engine(
         model=model,
         optimizer=optimizer,
@@ -126,9 +116,8 @@ def make_private(
         whitener=chosen.whitener(),
         chain=chosen.chain,
         streams=streams,
-        ledger=open_ledger(folder, plan, chosen, unsafe=streams.is_unsafe),
+        ledger=ledger,
         loader=loader,
-        physical_batch_size=physical,
         journal=Journal(folder / "journal") if folder and journal else None,
     )
     return Private(
@@ -137,71 +126,6 @@ def make_private(
         loss=checked_loss,
         loss_reduction=loss_reduction,
         run_dir=folder,
-    )
-
-
-def _unpack_loader(
-    loader: DataLoader[Any],
-    collate_fn: Callable[[list[Any]], Any] | None,
-    options: Mapping[str, Any] | None,
-) -> tuple[Any, Callable[[list[Any]], Any] | None, Mapping[str, Any]]:
-    """Dataset, collate function and options; its sampler is replaced, or refused."""
-    sampler = loader.sampler
-    plain = isinstance(sampler, SequentialSampler) or (
-        isinstance(sampler, RandomSampler) and not sampler.replacement
-    )
-    if not plain or type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        raise ConfigurationError(
-            f"the DataLoader draws with {type(sampler).__name__}, and the guarantee "
-            "needs Poisson sampling",
-            "leave the sampler out; weights belong into a loss that is declared "
-            "without looking at private counts",
-        )
-    if collate_fn is None and loader.collate_fn is not default_collate:
-        collate_fn = loader.collate_fn
-    taken: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-    }
-    if loader.num_workers:
-        taken["prefetch_factor"] = loader.prefetch_factor
-        taken["persistent_workers"] = loader.persistent_workers
-        taken["worker_init_fn"] = loader.worker_init_fn
-        taken["multiprocessing_context"] = loader.multiprocessing_context
-    kept = {k: v for k, v in taken.items() if v}
-    return loader.dataset, collate_fn, {**kept, **(options or {})}
-
-
-def _physical_size(given: int | None, expected_batch_size: float) -> int:
-    if given is None:
-        return default_physical_batch_size(expected_batch_size)
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ConfigurationError(
-            f"physical_batch_size must be a whole number from 1 on, not {given!r}",
-            "choose what fits into memory; the result does not depend on it",
-        )
-    return given
-
-
-def _template(
-    loader: PhysicalLoader, device: torch.device, *, with_targets: bool
-) -> Batch:
-    """Inputs and targets by the usual convention: a pair, or inputs alone."""
-    template = loader.template()
-    pair = isinstance(template, tuple | list) and len(template) == 2
-    inputs, targets = template if pair else (template, None)
-    if with_targets and not pair:
-        raise ConfigurationError(
-            "with loss=... every example must be a pair (inputs, targets)",
-            "return pairs from the dataset or the collate function, or give synthetic=",
-        )
-    moved = _to(inputs, device), _to(targets, device) if with_targets else None
-    return Batch(*moved)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return torch.utils._pytree.tree_map(
-        lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, value
     )
 
 

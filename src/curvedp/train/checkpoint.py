@@ -47,8 +47,13 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
-    """Write ``<folder>/step-<number>``; older ones beyond ``keep`` are removed."""
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> int:
+    """Write ``<folder>/step-<number>``; older ones beyond ``keep`` are removed.
+
+    Returns:
+        The step of the oldest checkpoint that is kept: the journal must reach back to
+        it, so that a damaged checkpoint can be removed without losing a step.
+    """
     target = folder / f"step-{checkpoint.step:08d}"
     tensors: dict[str, Tensor] = {}
     state = encode_state(checkpoint.state, tensors)
@@ -71,7 +76,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path
     write_folder_atomically(target, write)
     for old in checkpoint_folders(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
-    return target
+    return int(checkpoint_folders(folder)[0].name.removeprefix("step-"))
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:

@@ -74,7 +74,6 @@ class Engine:
         streams: RandomStreams,
         ledger: Ledger | MemoryLedger,
         loader: PhysicalLoader,
-        physical_batch_size: int,
         journal: Journal | None = None,
     ) -> None:
         self.model = model
@@ -83,7 +82,7 @@ class Engine:
         self.ledger = ledger
         self.streams = streams
         self.journal = journal
-        self.physical_batch_size = physical_batch_size
+        self.physical_batch_size = loader.physical_batch_size
         self.step = 0
         self._coverage = coverage
         self._whitener = whitener
@@ -129,12 +128,12 @@ class Engine:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A recorded forward pass over the open batch."""
-        if self._open.recording is not None and self._open.recording.reached:
+        if self._open.batch is not None and self._open.recording is not None:
             raise LoopError(
-                "the model was called again after backward for the same batch: each "
-                "example would be clipped and counted twice",
-                "compute the whole loss from one call of the model, then backward, "
-                "then optimizer.step()",
+                "the model was called twice for one batch: each example would be "
+                "clipped and counted twice, or one of the passes lost",
+                "compute the whole loss from one call of the model; wrap other passes "
+                "in torch.no_grad()",
             )
         recording = Recording(
             self.model, self._coverage.covered, self.physical_batch_size
@@ -154,6 +153,14 @@ class Engine:
             raise LoopError(
                 "optimizer.step() before a backward pass through private.model",
                 "call private.model(inputs) (not the bare model), then loss.backward()",
+            )
+        foreign = [n for n, p in self.parameters.items() if p.grad is not None]
+        if foreign:
+            raise LoopError(
+                f"a gradient reached {foreign[0]!r} past private.model (a penalty on "
+                "the weights, a call of the bare model); it would not be used",
+                "use the optimiser's weight_decay for a penalty, and call "
+                "optimizer.zero_grad() before backward",
             )
         return batch, recording
 
@@ -192,7 +199,7 @@ class Engine:
         release, _ = self._mechanism.update(pending, state)
         self._open = _Open()
         if self.journal is not None:
-            self.journal.write(release)
+            self.journal.write(release, self._group_settings())
         self.apply(release)
 
     def apply(self, release: Release) -> None:
@@ -211,10 +218,22 @@ class Engine:
         """Repeat the updates that the journal has beyond this step; how many."""
         recovered = 0
         if self.journal is not None:
-            while (release := self.journal.read(self.step)) is not None:
+            while (entry := self.journal.read(self.step)) is not None:
+                release, settings = entry
+                for group, stored in zip(
+                    self.optimizer.param_groups, settings, strict=True
+                ):
+                    group.update(stored)
                 self.apply(release)
                 recovered += 1
         return recovered
+
+    def _group_settings(self) -> list[dict[str, Any]]:
+        """Learning rates and the like, as they are now; public."""
+        return [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
 
     def exhausted(self) -> BudgetError:
         """The error for a step beyond the budget."""

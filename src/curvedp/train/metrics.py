@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from curvedp.errors import ConfigurationError
 from curvedp.layers import as_call
+from curvedp.train.datasets import moved
 
 __all__ = ["METRICS", "evaluate", "predict"]
 
@@ -36,20 +37,12 @@ def predict(
     try:
         with torch.no_grad():
             for inputs, y in DataLoader(dataset, batch_size=batch_size):
-                args, kwargs = as_call(_moved(inputs, device))
+                args, kwargs = as_call(moved(inputs, device))
                 outputs.append(model(*args, **kwargs).float().cpu().numpy())
                 targets.append(y.numpy())
     finally:
         model.train(training)
     return np.concatenate(outputs), np.concatenate(targets)
-
-
-def _moved(inputs: Any, device: torch.device) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs.to(device)
-    if isinstance(inputs, dict):
-        return {k: _moved(v, device) for k, v in inputs.items()}
-    return tuple(_moved(v, device) for v in inputs)
 
 
 def accuracy(outputs: Array, targets: Array) -> float:

@@ -72,6 +72,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self._engine.release()
         self._learning_rates = rates
 
+    def mark_called(self) -> None:
+        """Tell schedulers that steps were made, if some were before a restart."""
+        self._opt_called = self.steps_done > 0
+
     def _current_rates(self) -> list[Any]:
         return [group.get("lr") for group in self._engine.optimizer.param_groups]
 
@@ -105,10 +109,19 @@ class LogicalScheduler:
         self._seen = optimizer.steps_done
 
     def step(self) -> None:
-        """Move the schedule if a logical step was made since the last call."""
-        if self._optimizer.steps_done > self._seen:
-            self._seen = self._optimizer.steps_done
+        """Move the schedule by the logical steps that were made since the last call."""
+        behind = self._optimizer.steps_done - self._seen
+        if behind > 1:  # a journal brought steps back, with learning rates of its own
+            self._restore_rates()
+        for _ in range(behind):
             self._scheduler.step()
+        self._seen = self._optimizer.steps_done
+
+    def _restore_rates(self) -> None:
+        """The rates at which the scheduler left off; it may go on from the last one."""
+        groups, rates = self._optimizer.param_groups, self._scheduler.get_last_lr()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def get_last_lr(self) -> list[Any]:
         """As the wrapped scheduler's."""
@@ -119,6 +132,9 @@ class LogicalScheduler:
         return {"scheduler": self._scheduler.state_dict(), "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore both."""
+        """Restore both, and catch up with steps that a journal has brought back."""
         self._scheduler.load_state_dict(state["scheduler"])
         self._seen = state["seen"]
+        self._optimizer.mark_called()
+        self._restore_rates()
+        self.step()

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from curvedp.layers import as_call
-from curvedp.noise import RandomStreams, Stream
-from curvedp.sampling import PhysicalLoader, PoissonSampler
-from curvedp.sampling.physical import population
-from curvedp.train.settings import default_physical_batch_size
+from curvedp.train.datasets import TrainingData, moved
 
 if TYPE_CHECKING:
     from curvedp.train.trainer import Trainer
@@ -27,21 +24,18 @@ def fit_without_privacy(
     two is what privacy costs and nothing else.
     """
     model = trainer.model
-    sampling = trainer.settings.sampling(population(dataset))
-    streams = RandomStreams(unsafe_reproducible_noise=trainer.public_seed)
-    sampler = PoissonSampler(
-        sampling.sample_rate, lambda step: streams.generator(Stream.SAMPLING, step)
-    )
-    physical = default_physical_batch_size(sampling.expected_batch_size)
-    loader = PhysicalLoader(dataset, sampler, physical)
+    sampling = trainer.settings.sampling(TrainingData.of(dataset).size)
+    loader = trainer.loader(dataset, sampling)
     device = next(model.parameters()).device
-    model.train()
+    trainer.training_mode()
     optimiser.zero_grad()
     total = torch.zeros((), device=device)
     with trainer.reproducible_forward(device) as seed_step:
-        seed_step(0)
+        seeded = -1
         for batch in loader.steps(0, sampling.steps):
-            inputs, targets = trainer.on_device(batch.data, device)
+            if seeded != (seeded := batch.step):
+                seed_step(batch.step)
+            inputs, targets = moved(tuple(batch.data), device)
             args, kwargs = as_call(inputs)
             losses = trainer.loss(model(*args, **kwargs), targets)
             present = batch.present.to(device)
@@ -55,5 +49,4 @@ def fit_without_privacy(
                 total = torch.zeros((), device=device)
                 if trainer.stop_requested:
                     return batch.step + 1
-                seed_step(batch.step + 1)
     return sampling.steps

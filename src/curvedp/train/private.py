@@ -106,10 +106,15 @@ class Private:
         recipe: Recipe,
         *,
         loss: PerExampleLoss | None,
-        loss_reduction: str = "mean",
+        loss_reduction: str | None = None,
         run_dir: Path | None = None,
     ) -> None:
-        if loss_reduction not in ("mean", "sum"):
+        if loss is not None and loss_reduction is not None:
+            raise ConfigurationError(
+                "loss_reduction is about a loss of the loop's own, and loss= was given",
+                "leave one of the two out",
+            )
+        if loss_reduction not in (None, "mean", "sum"):
             raise ConfigurationError(
                 f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}",
                 "say how the loss in your loop adds up the examples of a batch",
@@ -118,7 +123,7 @@ class Private:
         self._recipe = recipe
         self._loss = loss
         self._loss_used = False
-        self._reduction = loss_reduction if loss is None else "mean"
+        self._reduction = loss_reduction or "mean"
         self._run_dir = run_dir
         self.plan: Plan = engine.plan
         self.model = PrivateModel(engine)
@@ -204,8 +209,8 @@ class Private:
             ledger.absorb(state["ledger"])
         self._load(state, state["model"])
 
-    def save(self, extra: dict[str, Any] | None = None) -> Path:
-        """Write a checkpoint into the run folder (see ``run_dir``)."""
+    def save(self, extra: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint into the run folder, with states of your own (extra)."""
         folder = self._folder()
         self._refuse_half_step()
         checkpoint = Checkpoint(
@@ -215,10 +220,9 @@ class Private:
             model=self._engine.model.state_dict(),
             state={**self._state(), "extra": extra or {}},
         )
-        path = save_checkpoint(folder / "checkpoints", checkpoint)
+        oldest = save_checkpoint(folder / "checkpoints", checkpoint)
         if self._engine.journal is not None:
-            self._engine.journal.drop_before(self.step)
-        return path
+            self._engine.journal.drop_before(oldest)
 
     def resume(self) -> dict[str, Any]:
         """Go on from the last checkpoint and the journal; returns what ``save`` added.
@@ -271,17 +275,20 @@ class Private:
         self._engine.step = state["step"]
 
     def _facts(self) -> dict[str, Any]:
-        return {"plan": self.plan.facts(), "recipe": self._recipe.facts()}
+        return {
+            **self.plan.facts(),
+            "recipe": self._recipe.name,
+            "optimiser": type(self._engine.optimizer).__name__,
+        }
 
     def _check_facts(self, stored: dict[str, Any], what: str) -> None:
-        for part, facts in self._facts().items():
-            for name, value in facts.items():
-                if stored.get(part, {}).get(name) != value:
-                    raise CheckpointError(
-                        f"{what} was made with {name} = {stored[part].get(name)!r}, "
-                        f"and this run has {value!r}",
-                        "resume with the settings it was made with",
-                    )
+        for name, value in self._facts().items():
+            if stored.get(name) != value:
+                raise CheckpointError(
+                    f"{what} was made with {name} = {stored.get(name)!r}, and this run "
+                    f"has {value!r}",
+                    "resume with the settings it was made with",
+                )
 
     def _folder(self) -> Path:
         if self._run_dir is None:

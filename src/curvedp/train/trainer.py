@@ -12,7 +12,7 @@ privacy logic of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from curvedp.errors import ConfigurationError
 from curvedp.layers import as_call
 from curvedp.noise import RandomStreams, Stream
+from curvedp.plan import SamplingPlan
 from curvedp.recipes import Recipe, get_recipe
+from curvedp.sampling import PhysicalLoader, PoissonSampler
 from curvedp.train.attach import make_private
+from curvedp.train.datasets import TrainingData, moved
 from curvedp.train.losses import per_example_loss
 from curvedp.train.plain import fit_without_privacy
 from curvedp.train.private import Private
@@ -87,6 +89,7 @@ class Trainer:
         show_private_training_loss: pass the training loss to ``on_progress``. It is a
             private quantity that nobody paid for; the ledger notes it.
         on_progress: called after every logical step.
+        collate_fn: as for a ``DataLoader``.
         loader_options: further ``DataLoader`` arguments.
         **settings: privacy settings, as for :func:`curvedp.make_private`.
     """
@@ -105,7 +108,8 @@ class Trainer:
         unsafe_reproducible_noise: int | None = None,
         show_private_training_loss: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
-        loader_options: dict[str, Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        loader_options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         own = {n: settings.pop(n) for n in Recipe.setting_names() if n in settings}
@@ -122,6 +126,7 @@ class Trainer:
         self._unsafe = unsafe_reproducible_noise
         self._show_loss = show_private_training_loss
         self._on_progress = on_progress or (lambda _: None)
+        self._collate = collate_fn
         self._loader_options = loader_options
         self._stop = False
 
@@ -148,7 +153,8 @@ class Trainer:
                     "start it again",
                 )
             steps = fit_without_privacy(self, optimiser, dataset)
-            return FitResult(steps, True, time.monotonic() - started, None)
+            finished = not self._stop
+            return FitResult(steps, finished, time.monotonic() - started, None)
         with self._attach(optimiser, dataset) as private:
             if resume:
                 private.resume()
@@ -177,6 +183,7 @@ class Trainer:
             journal=self._journal,
             seed=self._streams.seed,
             unsafe_reproducible_noise=self._unsafe,
+            collate_fn=self._collate,
             loader_options=self._loader_options,
             **self._given,
         )
@@ -187,26 +194,27 @@ class Trainer:
             private.note("the private training loss was shown while training")
         device = next(self.model.parameters()).device
         total = private.plan.sampling.steps
-        self.model.train()
+        self.training_mode()
         with self.reproducible_forward(device) as seed_step:
+            seeded = -1
             while private.steps_left():
-                seed_step(private.step)
                 for batch in private.loader:
-                    inputs, targets = self.on_device(batch, device)
-                    before = private.step
+                    # after the fetch, which may draw from the global generator too
+                    if seeded != (seeded := private.step):
+                        seed_step(private.step)
+                    inputs, targets = moved(tuple(batch), device)
                     private.optimizer.zero_grad()
                     args, kwargs = as_call(inputs)
                     loss = private.loss(private.model(*args, **kwargs), targets)
                     torch.autograd.backward(loss)
                     private.optimizer.step()
-                    if private.step == before:
-                        continue
+                    if private.step == seeded:
+                        continue  # more of this logical batch is to come
                     self.report(private.step, total, loss)
                     if self._stop:
                         return private.steps_left() == 0
                     if self._run_dir and private.step % self._checkpoint_every == 0:
                         private.save()
-                    seed_step(private.step)
         return True
 
     # -- shared with the non-private reference ----------------------------------------
@@ -215,11 +223,6 @@ class Trainer:
     def loss(self) -> Callable[[Any, Any], Tensor]:
         """The per-example loss."""
         return self._loss
-
-    @property
-    def public_seed(self) -> int:
-        """Seed of the public streams."""
-        return self._streams.seed
 
     @property
     def stop_requested(self) -> bool:
@@ -236,11 +239,20 @@ class Trainer:
         shown = float(loss.detach()) if self._show_loss else None
         self._on_progress(Progress(step, steps, shown))
 
-    def on_device(self, batch: Any, device: torch.device) -> Any:
-        """Move a batch."""
-        return tree_map(
-            lambda x: x.to(device) if isinstance(x, Tensor) else x, tuple(batch)
+    def loader(self, dataset: Any, sampling: SamplingPlan) -> PhysicalLoader:
+        """Batches for the non-private reference, drawn as a private run draws them."""
+        streams = RandomStreams(unsafe_reproducible_noise=self._streams.seed)
+        sampler = PoissonSampler(
+            sampling.sample_rate, lambda step: streams.generator(Stream.SAMPLING, step)
         )
+        source = TrainingData.of(dataset, self._collate, self._loader_options)
+        return source.loader(sampler, sampling.expected_batch_size, self._physical)
+
+    def training_mode(self) -> None:
+        """``model.train()``, but a BatchNorm frozen by ``.eval()`` stays frozen."""
+        for module in self.model.modules():
+            if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.training = True
 
     @contextmanager
     def reproducible_forward(

@@ -39,4 +39,6 @@ def apply_release(
     for name, parameter in parameters.items():
         parameter.grad = mean[name].to(parameter.device, parameter.dtype)
     optimizer.step()
+    for parameter in parameters.values():
+        parameter.grad = None  # so that one found here later came from elsewhere
     return state

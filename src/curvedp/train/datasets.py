@@ -1,0 +1,135 @@
+"""The user's data and how it is fetched, taken over from whatever form it comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from curvedp.errors import ConfigurationError
+from curvedp.layers import Batch
+from curvedp.sampling import PhysicalLoader, PoissonSampler
+from curvedp.sampling.physical import population, template_batch
+from curvedp.train.settings import default_physical_batch_size
+
+__all__ = ["TrainingData", "moved"]
+
+Collate = Callable[[list[Any]], Any]
+
+#: DataLoader arguments that say what is sampled; the plan says that.
+_SAMPLING = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """A map-style dataset with its collate function and DataLoader options."""
+
+    dataset: Any
+    collate: Collate | None
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Any,
+        collate_fn: Collate | None = None,
+        loader_options: Mapping[str, Any] | None = None,
+    ) -> TrainingData:
+        """From a dataset, or from a DataLoader whose sampler is replaced."""
+        options = dict(loader_options or {})
+        fixed = [name for name in _SAMPLING if name in options]
+        if fixed:
+            raise ConfigurationError(
+                f"loader_options cannot have {', '.join(fixed)}: the plan says what is "
+                "sampled",
+                "declare batch_size and epochs, or sample_rate, steps and "
+                "expected_batch_size; physical_batch_size bounds memory",
+            )
+        collate_fn = options.pop("collate_fn", None) or collate_fn
+        if not isinstance(dataset, DataLoader):
+            return cls(dataset, collate_fn, options)
+        _refuse_sampler(dataset)
+        if collate_fn is None and dataset.collate_fn is not default_collate:
+            collate_fn = dataset.collate_fn
+        return cls(dataset.dataset, collate_fn, {**_options(dataset), **options})
+
+    @property
+    def size(self) -> int:
+        """Number of examples. Public or private as the relation says."""
+        return population(self.dataset)
+
+    def template(self, device: torch.device, *, with_targets: bool) -> Batch:
+        """Shapes of inputs and targets: a pair by convention, or inputs alone."""
+        template = template_batch(self.dataset, self.collate)
+        pair = isinstance(template, tuple | list) and len(template) == 2
+        if with_targets and not pair:
+            raise ConfigurationError(
+                "with a loss every example must be a pair (inputs, targets)",
+                "return pairs from the dataset or the collate function",
+            )
+        inputs, targets = template if pair else (template, None)
+        targets = moved(targets, device) if with_targets else None
+        return Batch(moved(inputs, device), targets)
+
+    def loader(
+        self,
+        sampler: PoissonSampler,
+        expected_batch_size: float,
+        physical_batch_size: int | None,
+    ) -> PhysicalLoader:
+        """Physical batches of what the sampler draws."""
+        size = physical_batch_size
+        if size is None:
+            size = default_physical_batch_size(expected_batch_size)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigurationError(
+                f"physical_batch_size must be a whole number from 1 on, not {size!r}",
+                "choose what fits into memory; the result does not depend on it",
+            )
+        return PhysicalLoader(
+            self.dataset, sampler, size, collate=self.collate, options=self.options
+        )
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The same structure with its tensors on a device."""
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+
+
+def _refuse_sampler(loader: DataLoader[Any]) -> None:
+    sampler = loader.sampler
+    plain = isinstance(sampler, SequentialSampler) or (
+        isinstance(sampler, RandomSampler) and not sampler.replacement
+    )
+    if not plain or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        raise ConfigurationError(
+            f"the DataLoader draws with {type(sampler).__name__}, and the guarantee "
+            "needs Poisson sampling",
+            "leave the sampler out; weights belong into a loss that is declared "
+            "without looking at private counts",
+        )
+
+
+def _options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What a DataLoader was told besides sampling."""
+    options: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+    }
+    if loader.num_workers:
+        options["prefetch_factor"] = loader.prefetch_factor
+        options["persistent_workers"] = loader.persistent_workers
+        options["worker_init_fn"] = loader.worker_init_fn
+        options["multiprocessing_context"] = loader.multiprocessing_context
+    return {name: value for name, value in options.items() if value}
