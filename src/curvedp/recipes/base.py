@@ -51,7 +51,7 @@ class Recipe:
     summary: str
     private: bool = True
     optimiser: str = "sgd"
-    learning_rate: float = 0.5
+    learning_rate: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
     clipping: str = "flat"

@@ -12,6 +12,6 @@ RECIPE = Recipe(
     name="dp-adam",
     summary="Adam on the noisy mean of clipped gradients",
     optimiser="adam",
-    learning_rate=2e-3,
+    learning_rate=1e-2,
     momentum=0.9,
 )

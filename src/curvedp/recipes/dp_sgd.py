@@ -14,6 +14,6 @@ RECIPE = Recipe(
     name="dp-sgd",
     summary="clip each example's gradient, add Gaussian noise, SGD",
     optimiser="sgd",
-    learning_rate=0.5,
+    learning_rate=0.1,
     momentum=0.9,
 )

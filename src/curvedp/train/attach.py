@@ -102,7 +102,13 @@ def make_private(
     _check_optimizer(model, optimizer)
     # The folder is touched last: nothing is left behind by what was refused above.
     folder = None if run_dir is None else Path(run_dir)
-    ledger = open_ledger(folder, plan, chosen, unsafe=streams.is_unsafe)
+    ledger = open_ledger(
+        folder,
+        plan,
+        recipe=chosen.name,
+        optimiser=type(optimizer).__name__,
+        unsafe=streams.is_unsafe,
+    )
     loader = source.loader(
         plan.sampler(streams, ledger.next_attempt),
         plan.sampling.expected_batch_size,

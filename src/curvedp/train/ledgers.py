@@ -10,14 +10,13 @@ from curvedp._version import __version__
 from curvedp.accounting import Ledger, LedgerHeader, MemoryLedger
 from curvedp.errors import ConfigurationError
 from curvedp.plan import Plan
-from curvedp.recipes import Recipe
 from curvedp.storage import as_storage_error
 
 __all__ = ["open_ledger"]
 
 
 def open_ledger(
-    run_dir: Path | None, plan: Plan, recipe: Recipe, *, unsafe: bool
+    run_dir: Path | None, plan: Plan, *, recipe: str, optimiser: str, unsafe: bool
 ) -> Ledger | MemoryLedger:
     """The run folder's ledger, made or reopened, or one in memory."""
     notes = []
@@ -34,7 +33,12 @@ def open_ledger(
         planned_steps=plan.sampling.steps,
         accountant=plan.accountant,
         notes=tuple(notes),
-        facts={"curvedp": __version__, "recipe": recipe.name, **_shown(plan)},
+        facts={
+            "curvedp": __version__,
+            "recipe": recipe,
+            "optimiser": optimiser,
+            **_shown(plan),
+        },
     )
     if run_dir is None:
         return MemoryLedger(header)

@@ -8,6 +8,7 @@ import torch
 
 from curvedp.layers import as_call
 from curvedp.train.datasets import TrainingData, moved
+from curvedp.train.private import set_training_mode
 
 if TYPE_CHECKING:
     from curvedp.train.trainer import Trainer
@@ -27,7 +28,7 @@ def fit_without_privacy(
     sampling = trainer.settings.sampling(TrainingData.of(dataset).size)
     loader = trainer.loader(dataset, sampling)
     device = next(model.parameters()).device
-    trainer.training_mode()
+    set_training_mode(model)
     optimiser.zero_grad()
     total = torch.zeros((), device=device)
     with trainer.reproducible_forward(device) as seed_step:

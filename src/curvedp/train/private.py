@@ -39,7 +39,14 @@ from curvedp.train.engine import Engine
 from curvedp.train.optimizer import LogicalScheduler, PrivateOptimizer
 from curvedp.train.statement import Statement, make_statement
 
-__all__ = ["Private", "PrivateLoader", "PrivateModel"]
+__all__ = ["Private", "PrivateLoader", "PrivateModel", "set_training_mode"]
+
+
+def set_training_mode(model: nn.Module, mode: bool = True) -> None:
+    """``model.train(mode)``, but a BatchNorm, accepted as frozen, stays frozen."""
+    for module in model.modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.training = mode
 
 
 class PrivateModel(nn.Module):
@@ -58,6 +65,12 @@ class PrivateModel(nn.Module):
         if self.training and torch.is_grad_enabled():
             return self._engine.forward(args, kwargs)
         return self.module(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> PrivateModel:
+        """As usual, but a BatchNorm that was frozen when it was attached stays so."""
+        self.training = mode
+        set_training_mode(self.module, mode)
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return dict(self.module.state_dict(*args, **kwargs))

@@ -194,7 +194,7 @@ class Trainer:
             private.note("the private training loss was shown while training")
         device = next(self.model.parameters()).device
         total = private.plan.sampling.steps
-        self.training_mode()
+        private.model.train()
         with self.reproducible_forward(device) as seed_step:
             seeded = -1
             while private.steps_left():
@@ -247,12 +247,6 @@ class Trainer:
         )
         source = TrainingData.of(dataset, self._collate, self._loader_options)
         return source.loader(sampler, sampling.expected_batch_size, self._physical)
-
-    def training_mode(self) -> None:
-        """``model.train()``, but a BatchNorm frozen by ``.eval()`` stays frozen."""
-        for module in self.model.modules():
-            if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.training = True
 
     @contextmanager
     def reproducible_forward(
