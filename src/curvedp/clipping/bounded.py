@@ -55,7 +55,8 @@ def clipped_sum(
     }
     with exact(device):
         sq_norms = torch.stack([whitener.sq_norms(io) for io in ios]) * scale**2
-        finite = torch.isfinite(sq_norms.sum(0))
+        # what a float32 cannot hold counts as non-finite
+        finite = torch.isfinite(sq_norms.sum(0).float())
         if not bool(finite.all()):
             # Replaced, not weighted by zero: 0 * nan is nan and would reach everybody.
             ios = [io.keep(finite) for io in ios]

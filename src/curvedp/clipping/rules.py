@@ -38,6 +38,9 @@ __all__ = [
 #: Keeps the bound true after rounding; see the module's docstring.
 SHRINK = 1.0 - 2.0**-20
 
+#: Squared norms are float32: below about 1e-19 a norm underflows and would not be cut.
+SMALLEST_BOUND = 1e-15
+
 
 @dataclass(frozen=True)
 class ClippingRule(ABC):
@@ -51,9 +54,10 @@ class ClippingRule(ABC):
     bound: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.bound) and self.bound > 0):
+        if not (math.isfinite(self.bound) and self.bound >= SMALLEST_BOUND):
             raise ConfigurationError(
-                f"clip_norm must be a positive number, not {self.bound!r}",
+                f"clip_norm must be a number from {SMALLEST_BOUND:g} on, not "
+                f"{self.bound!r}",
                 "1.0 is a common start; with normalised clipping it only scales the "
                 "learning rate",
             )

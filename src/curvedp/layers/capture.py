@@ -88,14 +88,16 @@ class Recording:
 
     def _hook(self, item: Covered) -> Callable[..., Any]:
         calls = self._calls.setdefault(item.site.name, [])
-        shared = item.server.shared if isinstance(item.server, RuleServer) else None
+        server = item.server
+        shared = server.shared if isinstance(server, RuleServer) else None
+        shared_dims = server.shared_dims if isinstance(server, RuleServer) else 0
 
         def record(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> Any:
             if not torch.is_grad_enabled():
                 return output  # no gradient can come back from here
-            if shared is not None:
+            if shared is not None and _dims(args, kwargs) == shared_dims:
                 args, kwargs, output = tree_map(
                     lambda x: _repeated(x, shared, self._batch_size),
                     (args, kwargs, output),
@@ -241,6 +243,12 @@ def _detached(x: Any) -> Any:
 
 def _repeated(x: Any, layout: Expanded, batch_size: int) -> Any:
     return layout.repeat(x, batch_size) if isinstance(x, Tensor) else x
+
+
+def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Dimensions of the first tensor argument."""
+    leaves, _ = tree_flatten((args, kwargs))
+    return next((x.dim() for x in leaves if isinstance(x, Tensor)), 0)
 
 
 def _version(x: Tensor) -> int:

@@ -83,10 +83,12 @@ class ConvGeometry(Geometry):
         return d.reshape(d.shape[0], self.groups, d.shape[1] // self.groups, -1).mT
 
     def weight_sum(self, x: Tensor, d: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            return self._weight_sum_native(x, d)
         # cuDNN may take an algorithm that rounds coarsely (Winograd, FFT), and the
         # bound must hold for what is really added: a plain matrix product, in chunks.
+        native = x.device.type == "cpu"
+        return self._weight_sum_native(x, d) if native else self._weight_sum_rows(x, d)
+
+    def _weight_sum_rows(self, x: Tensor, d: Tensor) -> Tensor:
         total = x.new_zeros(self.groups, self.weight[0] // self.groups, self._patch)
         t = math.prod(d.shape[2:])
         each = max(1, self.groups * t * (self._patch + total.shape[1]))

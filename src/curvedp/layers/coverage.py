@@ -85,7 +85,8 @@ def cover(
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Training mode for the checks; mode, buffers and random state come back after."""
     modes = {m: m.training for m in model.modules()}
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    buffers = [(m, dict(m._buffers)) for m in modes]
+    contents = [(b, b.clone()) for b in model.buffers()]
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):
         try:
@@ -97,9 +98,12 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+            for module, own in buffers:  # one may have been replaced, or added
+                module._buffers.clear()
+                module._buffers.update(own)
             with torch.no_grad():
-                for name, b in model.named_buffers():
-                    b.copy_(buffers[name])
+                for buffer, content in contents:
+                    buffer.copy_(content)
 
 
 def refuse_structure(model: nn.Module) -> None:

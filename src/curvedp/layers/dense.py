@@ -16,11 +16,16 @@ Norms come in two ways, and :func:`choose_method` takes the cheaper one per laye
 - *Gram*: ``||g_i||^2 = sum_{t,s} (d_t . d_s)(a_t . a_s)``, O(T^2 (p + r)) work;
 - *instantiate*: build ``g_i`` for a chunk of examples and square it, O(T p r).
 
-Both round. Where the ``d_t a_t^T`` nearly cancel, a plain float32 Gram norm can come
-out far too small, and the example would contribute many times the bound. So the norm
-that is returned is raised by a rounding allowance: with ``S = sum_t ||d_t|| ||a_t||``
-it is ``gram + u S^2``, or ``(||g|| + u S)^2``. For ordinary examples that changes the
-fifth digit; for hostile ones it is what keeps the promise.
+Where the ``d_t a_t^T`` nearly cancel, a float32 norm can come out far too small, and
+the example would contribute many times the bound (``tests/clipping/test_rounding.py``
+has one that reaches 500 C). So norms are computed in float64 wherever the device is not
+much slower at that, and are raised by what rounding can still hide. With
+``S = sum_t ||d_t|| ||a_t||``, u the round-off of the norm and v that of the sum:
+
+- Gram: ``gram + u (p + r + T) S^2``; instantiate: ``(||g|| + u T S)^2``. In float64
+  that is nothing; in float32 (a GPU without fast float64) the third to fifth digit.
+- both: ``+ (v T S)^2`` for the sum. Added to the square, it leaves ordinary examples as
+  they are and counts in full where all but rounding has cancelled.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ import torch
 from torch import Tensor
 
 from curvedp.layers.io import LayerIO, replace_examples
-from curvedp.layers.precision import ROUNDING, compute_dtype
+from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
 
 __all__ = ["DenseIO", "Geometry", "NormMethod", "choose_method"]
 
@@ -122,23 +127,26 @@ class DenseIO(LayerIO):
         return a, self.geometry.output_rows(d.to(dtype))
 
     def sq_norms(self) -> Tensor:
-        parts = []
-        for part, method in self._chunks():
-            a, d = self.rows(part)
-            if a.shape[2] == 1:  # one position: the norm of an outer product
-                parts.append((_sq(a) * _sq(d)).sum((1, 2)))
-                continue
-            rounding = ROUNDING[a.dtype]
-            # S_i, over groups by Cauchy-Schwarz (they are disjoint parts of g_i)
-            spread = (_sq(a).sqrt() * _sq(d).sqrt()).sum(2).square().sum(1)
-            if method is NormMethod.GRAM:
-                gram = (a @ a.mT) * (d @ d.mT)
-                parts.append(gram.sum((1, 2, 3)).clamp_min(0) + rounding * spread)
-            else:
-                g = d.mT @ a
-                norms = g.flatten(1).square().sum(1).sqrt()
-                parts.append((norms + rounding * spread.sqrt()).square())
-        return torch.cat(parts)
+        return torch.cat([self._sq_norms(*item) for item in self._chunks()])
+
+    def _sq_norms(self, part: slice, method: NormMethod) -> Tensor:
+        a, d = self.rows(part)
+        t, p, r = a.shape[2], a.shape[3], d.shape[3]
+        lengths = _norms(a) * _norms(d)  # [b, G, T]
+        if t == 1:  # the norm of an outer product
+            return lengths.square().sum((1, 2))
+        # S^2; the groups are disjoint parts of g_i
+        spread = lengths.sum(2).square().sum(1)
+        in_sum = (t + 8) * ROUNDING[a.dtype]
+        a, d = a.to(norm_dtype(a)), d.to(norm_dtype(d))
+        in_norm = ROUNDING[a.dtype]
+        if method is NormMethod.GRAM:
+            gram = ((a @ a.mT) * (d @ d.mT)).sum((1, 2, 3)).clamp_min(0).double()
+            squares = gram + (p + r + t + 8) * in_norm * spread
+        else:
+            norms = _norms((d.mT @ a).flatten(1))
+            squares = (norms + (t + 8) * in_norm * spread.sqrt()).square()
+        return squares + in_sum**2 * spread
 
     def _chunks(self) -> Iterator[tuple[slice, NormMethod]]:
         """Slices of the batch whose scratch memory stays bounded, with the method."""
@@ -191,6 +199,7 @@ class DenseIO(LayerIO):
         return grads
 
 
-def _sq(x: Tensor) -> Tensor:
-    """Squared norm of every row, not below what underflow may have hidden."""
-    return x.square().sum(-1) + x.shape[-1] * torch.finfo(x.dtype).tiny
+def _norms(x: Tensor) -> Tensor:
+    """Norm of every row; in float64, where the square of a float32 cannot underflow."""
+    norms: Tensor = torch.linalg.vector_norm(x.to(norm_dtype(x)), dim=-1)
+    return norms.double()

@@ -77,10 +77,13 @@ class RuleServer:
         shared: set where the module is called without a batch dimension and its output
             is broadcast over the examples (``position_embedding(torch.arange(T))``):
             how input and output are copied for each example.
+        shared_dims: dimensions of such an input. One with more has its batch already,
+            from a module before this one whose output was copied.
     """
 
     rule: Rule
     shared: Expanded | None = None
+    shared_dims: int = 0
 
     def layer_io(
         self,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvedp.layers.precision import compute_dtype
+from curvedp.layers.precision import compute_dtype, norm_dtype
 
 __all__ = ["DirectIO", "LayerIO", "UnreachedIO", "replace_examples"]
 
@@ -42,7 +42,7 @@ class LayerIO(ABC):
 
     @abstractmethod
     def sq_norms(self) -> Tensor:
-        """Upper bound on the squared gradient norm of every example, ``[B]``."""
+        """Upper bound on the squared norm of every gradient, ``[B]``, float64."""
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ class UnreachedIO(LayerIO):
         return self.examples
 
     def sq_norms(self) -> Tensor:
-        return torch.zeros(self.examples, device=self.device)
+        return torch.zeros(self.examples, device=self.device, dtype=torch.float64)
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         return {}
@@ -115,7 +115,8 @@ class DirectIO(LayerIO):
     def sq_norms(self) -> Tensor:
         total: Tensor | float = 0.0
         for g in self.grads.values():
-            total = total + g.to(compute_dtype(g)).flatten(1).square().sum(1)
+            rows = g.to(norm_dtype(g)).reshape(g.shape[0], -1)
+            total = total + torch.linalg.vector_norm(rows, dim=1).double().square()
         assert isinstance(total, Tensor)
         return total
 
@@ -123,7 +124,7 @@ class DirectIO(LayerIO):
         sums = {}
         for name, g in self.grads.items():
             g = g.to(compute_dtype(g))
-            flat = weights.to(g.dtype) @ g.flatten(1)
+            flat = weights.to(g.dtype) @ g.reshape(g.shape[0], -1)
             sums[name] = flat.reshape(g.shape[1:])
         return sums
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvedp.layers.io import LayerIO, replace_examples
-from curvedp.layers.precision import ROUNDING, compute_dtype
+from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
 
 __all__ = ["LookupIO"]
 
@@ -54,20 +54,24 @@ class LookupIO(LayerIO):
         # Sort each example's tokens so that equal ones are neighbours, number the
         # runs, and add each run up: a sum of squares of the true rows, in fixed shapes.
         ids, d = self._tokens()
+        in_sum = (ids.shape[1] + 8) * ROUNDING[d.dtype]
+        d = d.to(norm_dtype(d))
         ids, order = ids.sort(dim=1)
-        d_sorted = d.gather(1, order.unsqueeze(-1).expand_as(d))
+        d = d.gather(1, order.unsqueeze(-1).expand_as(d))
         new_run = torch.ones_like(ids)
         new_run[:, 1:] = ids[:, 1:] != ids[:, :-1]
         run = new_run.cumsum(1) - 1
         index = run.unsqueeze(-1).expand_as(d)
-        summed = torch.zeros_like(d).scatter_add_(1, index, d_sorted)
-        # Repeated tokens can cancel; see curvedp.layers.dense for the allowance.
-        spread = torch.zeros_like(run, dtype=d.dtype).scatter_add_(
-            1, run, d_sorted.square().sum(-1).sqrt()
+        summed = torch.zeros_like(d).scatter_add_(1, index, d)
+        # Repeated tokens can cancel; curvedp.layers.dense explains the allowances.
+        lengths = torch.zeros_like(run, dtype=d.dtype).scatter_add_(
+            1, run, torch.linalg.vector_norm(d, dim=-1)
         )
-        norms = summed.flatten(1).square().sum(1).sqrt()
-        allowance = ROUNDING[d.dtype] * spread.square().sum(1).sqrt()
-        return (norms + allowance).square()
+        spread = lengths.double().square().sum(1)
+        norms: Tensor = torch.linalg.vector_norm(summed.flatten(1), dim=1)
+        in_norm = (ids.shape[1] + 8) * ROUNDING[d.dtype]
+        hidden = in_norm * spread.sqrt()
+        return (norms.double() + hidden).square() + in_sum**2 * spread
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         ids, d = self._tokens()

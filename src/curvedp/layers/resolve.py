@@ -63,8 +63,9 @@ def resolve(
     for site, rule in ruled:
         if not any(_inside(site.name, whole) for whole in wholes):
             _refuse_uncalled(site, observed[site.name])
-            shared = observed[site.name].shared
-            covered.append(Covered(site, RuleServer(rule, shared)))
+            seen = observed[site.name]
+            server = RuleServer(rule, seen.shared, seen.shared_dims)
+            covered.append(Covered(site, server))
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return sorted(covered, key=lambda c: order[c.site.name])
 
@@ -85,6 +86,7 @@ class _Observed:
     batched: tuple[bool, ...]
     batch_size: int
     shared: Expanded | None
+    shared_dims: int
 
 
 def _observe(
@@ -115,6 +117,7 @@ def _observe(
             batched=tuple(_first_size(x, y) == (3, 2) for x, y in pairs),
             batch_size=3,
             shared=_shared_layout(pairs),
+            shared_dims=next((x.dim() for x, _ in pairs if isinstance(x, Tensor)), 0),
         )
     return observed
 
@@ -153,17 +156,17 @@ def _serve(
     whole = subtree_site(module, site.name)
     values = {own: parameters[full] for own, full in whole.parameters.items()}
     reason = "no way to its per-example gradients passed the check"
-    if site.kind != "vmap":
-        layouts = {}
-        for own in site.parameters:
-            layout = _find_layout(module, own, values, observed, seed)
-            if layout is None:
-                break
-            layouts[own] = layout
-        else:
-            kept = Site(site.name, site.parameters, "expanded")
-            return Covered(kept, ExpandedServer(layouts))
     try:
+        if site.kind != "vmap":
+            layouts = {}
+            for own in site.parameters:
+                layout = _find_layout(module, own, values, observed, seed)
+                if layout is None:
+                    break
+                layouts[own] = layout
+            else:
+                kept = Site(site.name, site.parameters, "expanded")
+                return Covered(kept, ExpandedServer(layouts))
         if _vmap_agrees(module, whole, values, observed, seed):
             return Covered(whole, VmapServer(observed.batched))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
@@ -240,6 +243,9 @@ def _reference(
     leaves = {n: values[n].detach().clone().requires_grad_() for n in names}
     per_call = _run(module, {**values, **leaves}, observed, seed)
     losses = _project(per_call, observed.batch_size, seed)
+    if not losses.requires_grad:
+        unused = ", ".join(map(repr, names))
+        raise ValueError(f"its output does not depend on {unused}")
     rows = [
         torch.autograd.grad(
             losses[i], list(leaves.values()), retain_graph=True, allow_unused=True

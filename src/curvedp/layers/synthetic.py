@@ -92,14 +92,15 @@ def _is_mask(path: Any) -> bool:
 
 def _output_width(model: nn.Module, inputs: Any) -> int:
     """Number of classes that the model's output can name, by its narrowest reading."""
-    training = model.training
+    modes = {m: m.training for m in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             args, kwargs = as_call(inputs)
             output = model(*args, **kwargs)
     finally:
-        model.train(training)
+        for module, mode in modes.items():  # a frozen BatchNorm stays as it is
+            module.training = mode
     if isinstance(output, Tensor) and output.dim() >= 2:
         return min(output.shape[1], output.shape[-1])
     return 2

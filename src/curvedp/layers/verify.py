@@ -16,6 +16,7 @@ layers hide nothing):
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,7 +24,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from curvedp.errors import ConfigurationError, CouplingError, CoverageError
+from curvedp.errors import (
+    ConfigurationError,
+    CouplingError,
+    CoverageError,
+    CurvedpError,
+)
 from curvedp.layers.capture import Recording
 from curvedp.layers.direct import Covered, float_tensors
 from curvedp.layers.synthetic import Batch, Synthesiser, as_call
@@ -151,8 +157,13 @@ class _Check:
         """A recorded forward and backward pass, and its losses."""
         torch.manual_seed(self._seed)
         recording = Recording(self.model, self.covered, self.size)
-        output = recording.forward(*as_call(batch.inputs), self.parameters)
-        losses = self.losses(output, batch)
+        try:
+            output = recording.forward(*as_call(batch.inputs), self.parameters)
+            losses = self.losses(output, batch)
+        except CurvedpError:
+            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise _unfollowable() from error  # the plain pass went well
         torch.autograd.backward(losses.sum())
         return recording, losses.detach()
 
@@ -169,8 +180,10 @@ def _check_forward(check: _Check, batch: Batch, other: Batch) -> None:
     with torch.no_grad():
         output, trace = _traced(check, batch)
         losses = check.losses(output, batch)
-        for j in range(check.size):
-            mixed = _replace_example(batch, other, j)
+        # by an example that the batch has already, too: a loss may count equal ones
+        twins = _rolled(batch)
+        for j, source in product(range(check.size), (other, twins)):
+            mixed = _replace_example(batch, source, j)
             changed, changed_trace = _traced(check, mixed)
             rows = [i for i in range(check.size) if i != j]
             if not _same_rows(output, changed, rows, check.size):
@@ -200,13 +213,7 @@ def _check_attribution(check: _Check, batch: Batch) -> dict[str, Tensor]:
     leaves = {n: p.clone().requires_grad_() for n, p in check.parameters.items()}
     losses = check.losses(check.outputs(batch, leaves), batch)
     if not close(recorded_losses, losses):
-        raise CoverageError(
-            "the model computes something else when its weights are watched: it uses "
-            "the shape of a parameter or of a layer's output that has no batch "
-            "dimension in a way that cannot be followed",
-            "give broadcast parameters a leading dimension of 1, and position ids the "
-            "shape of the batch",
-        )
+        raise _unfollowable()
     rows = [
         torch.autograd.grad(
             losses[i], list(leaves.values()), retain_graph=True, allow_unused=True
@@ -240,6 +247,16 @@ def _check_attribution(check: _Check, batch: Batch) -> dict[str, Tensor]:
     return grads
 
 
+def _unfollowable() -> CoverageError:
+    return CoverageError(
+        "the model computes something else when its weights are watched: it uses the "
+        "shape of a parameter or of a layer's output that has no batch dimension in a "
+        "way that cannot be followed",
+        "give broadcast parameters a leading dimension of 1, and position ids the "
+        "shape of the batch",
+    )
+
+
 def _refuse_unreached(recording: Recording) -> None:
     names = recording.unreached_sites()
     if names:
@@ -263,6 +280,15 @@ def _replace_example(batch: Batch, other: Batch, j: int) -> Batch:
         tree_map(swap, batch.inputs, other.inputs),
         tree_map(swap, batch.targets, other.targets),
     )
+
+
+def _rolled(batch: Batch) -> Batch:
+    """Every example in the place of the next one."""
+
+    def roll(x: Any) -> Any:
+        return x.roll(1, 0) if isinstance(x, Tensor) else x
+
+    return Batch(tree_map(roll, batch.inputs), tree_map(roll, batch.targets))
 
 
 def _traced(check: _Check, batch: Batch) -> tuple[Any, list[tuple[str, Any]]]:

@@ -1,0 +1,229 @@
+"""The settings of a run as options, and how they join a config file (options win)."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from curvedp.cli.parameters import extend_signature
+from curvedp.errors import ConfigurationError, DataError
+
+__all__ = ["parse_pairs", "takes_run_settings"]
+
+_WHAT, _PRIVACY, _SAMPLING = "Data and model", "Privacy", "Sampling"
+_RUN, _UNSAFE = "Run", "Against privacy"
+
+
+def _option(panel: str, text: str, *names: str, shown: str | bool = True) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=shown)
+
+
+#: name in the command's signature -> annotation
+_OPTIONS: dict[str, Any] = {
+    "config": Annotated[
+        Path | None, _option(_WHAT, "TOML file with these settings; options win.")
+    ],
+    "data": Annotated[
+        str | None,
+        _option(_WHAT, "digits, or a file or folder (IDX, CIFAR, images, npz, CSV)."),
+    ],
+    "data_option": Annotated[
+        list[str] | None,
+        _option(
+            _WHAT,
+            "KEY=VALUE declared about the data, e.g. num_classes=10.",
+            "-D",
+            "--data-option",
+        ),
+    ],
+    "model": Annotated[
+        str | None,
+        _option(
+            _WHAT, "Built-in name or module:factory.", shown="cnn for images, else mlp"
+        ),
+    ],
+    "model_option": Annotated[
+        list[str] | None,
+        _option(
+            _WHAT, "KEY=VALUE of the model, e.g. width=32.", "-M", "--model-option"
+        ),
+    ],
+    "epsilon": Annotated[
+        float | None, _option(_PRIVACY, "Privacy budget; calibrates the noise.")
+    ],
+    "noise_multiplier": Annotated[
+        float | None, _option(_PRIVACY, "Noise / clip bound, in place of epsilon.")
+    ],
+    "delta": Annotated[float | None, _option(_PRIVACY, "Below 1/size.", shown="1e-5")],
+    "relation": Annotated[
+        str | None,
+        _option(
+            _PRIVACY,
+            "add-remove, zero-out or replace-one.",
+            shown="by the sampling: zero-out by size, add-remove by rate",
+        ),
+    ],
+    "accountant": Annotated[str | None, _option(_PRIVACY, "pld or rdp.", shown="pld")],
+    "batch_size": Annotated[
+        int | None,
+        _option(_SAMPLING, "With --epochs; the size is then public.", shown="256"),
+    ],
+    "epochs": Annotated[
+        int | None, _option(_SAMPLING, "With --batch-size.", shown="20")
+    ],
+    "sample_rate": Annotated[
+        float | None,
+        _option(_SAMPLING, "With the next two; the size stays private."),
+    ],
+    "steps": Annotated[int | None, _option(_SAMPLING, "Number of steps.")],
+    "expected_batch_size": Annotated[
+        float | None, _option(_SAMPLING, "Divisor of the noisy sum.")
+    ],
+    "physical_batch_size": Annotated[
+        int | None, _option(_RUN, "Rows computed at once; bounds memory.")
+    ],
+    "metric": Annotated[
+        list[str] | None,
+        _option(_RUN, "accuracy, auc, f1, loss; repeatable.", shown="by the task"),
+    ],
+    "validation": Annotated[
+        float | None,
+        _option(_RUN, "Share of the training data to evaluate on, not the test split."),
+    ],
+    "loss": Annotated[
+        str | None,
+        _option(_RUN, "cross-entropy, mse, bce.", shown="by the task"),
+    ],
+    "seed": Annotated[
+        int | None, _option(_RUN, "Of initialisation and dropout, not of noise.")
+    ],
+    "checkpoint_every": Annotated[
+        int | None, _option(_RUN, "Steps between checkpoints.", shown="100")
+    ],
+    "device": Annotated[
+        str | None, _option(_RUN, "auto, cpu, cuda or mps.", shown="auto")
+    ],
+    "allow_large_delta": Annotated[
+        bool,
+        _option(
+            _UNSAFE,
+            "Accept a delta of 1/size or more.",
+            "--allow-large-delta",
+            shown=False,
+        ),
+    ],
+    "show_private_training_loss": Annotated[
+        bool,
+        _option(
+            _UNSAFE,
+            "Shown while training; noted in the ledger.",
+            "--show-private-training-loss",
+            shown=False,
+        ),
+    ],
+    "unsafe_reproducible_noise": Annotated[
+        int | None, _option(_UNSAFE, "Seed of the noise, for tests: NO guarantee.")
+    ],
+}
+
+_PRIVACY_KEYS = (
+    "epsilon", "noise_multiplier", "delta", "relation", "accountant",
+    "allow_large_delta", "batch_size", "epochs", "sample_rate", "steps",
+    "expected_batch_size",
+)  # fmt: skip
+_RUN_KEYS = (
+    "physical_batch_size", "validation", "loss", "seed", "checkpoint_every", "device",
+    "show_private_training_loss", "unsafe_reproducible_noise",
+)  # fmt: skip
+#: Ways to say the same thing; an option drops what the file says in the other way.
+_RIVALS = (
+    (("epsilon",), ("noise_multiplier",)),
+    (("batch_size", "epochs"), ("sample_rate", "steps", "expected_batch_size")),
+)
+
+
+def takes_run_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with all settings of a run; it gets them as ``settings``, a table."""
+
+    @functools.wraps(command)
+    def wrapped(**kwargs: Any) -> None:
+        given = {name: kwargs.pop(name, None) for name in _OPTIONS}
+        command(settings=_settings(given), **kwargs)
+
+    return extend_signature(wrapped, command, _OPTIONS, drop=("settings",))
+
+
+def _settings(given: dict[str, Any]) -> dict[str, Any]:
+    """The config file's table with the given options put into it."""
+    table = {} if given["config"] is None else _read_toml(given["config"])
+    for name, key in (("data", "source"), ("model", "name")):
+        options = parse_pairs(given[f"{name}_option"] or [], f"--{name}-option")
+        if given[name] is not None or options:
+            table[name] = _overlaid(table.get(name), key, given[name], options)
+    privacy = _subtable(table, "privacy")
+    chosen = {k: given[k] for k in _PRIVACY_KEYS if _is_given(given[k])}
+    for one, other in _RIVALS:
+        for mine, theirs in ((one, other), (other, one)):
+            if any(k in chosen for k in mine) and not any(k in chosen for k in theirs):
+                privacy = {k: v for k, v in privacy.items() if k not in theirs}
+    table["privacy"] = {**privacy, **chosen}
+    run = {k: given[k] for k in _RUN_KEYS if _is_given(given[k])}
+    if given["metric"]:
+        run["metrics"] = [m for text in given["metric"] for m in text.split(",")]
+    table["run"] = {**_subtable(table, "run"), **run}
+    return table
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False  # 0 is given, and may be refused
+
+
+def _overlaid(
+    stored: Any, key: str, name: str | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    table = dict(stored) if isinstance(stored, Mapping) else {}
+    if isinstance(stored, str):
+        table[key] = stored
+    if name is not None:
+        if name != table.get(key):
+            table = {}  # the file's options are of another model or data set
+        table[key] = name
+    return {**table, **options}
+
+
+def _subtable(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = table.get(name, {})
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{name} is not a table", f"write it as [{name}]")
+    return dict(value)
+
+
+def parse_pairs(pairs: list[str], option: str) -> dict[str, Any]:
+    """``KEY=VALUE`` texts as a table; values are read as TOML, else as text."""
+    table: dict[str, Any] = {}
+    for pair in pairs:
+        key, mark, text = pair.partition("=")
+        if not mark or not key:
+            raise ConfigurationError(f"{option} {pair!r}", "write KEY=VALUE")
+        try:
+            table[key] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            table[key] = text
+    return table
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(f"cannot read the config {path}: {reason}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{path} is not a TOML file: {error}", "see `curvedp train --help`"
+        ) from error

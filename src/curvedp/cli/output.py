@@ -1,0 +1,151 @@
+"""Results go to stdout, everything else to stderr; errors are one message, exit 2."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from curvedp.cli.parameters import DebugFlag, extend_signature
+from curvedp.errors import CurvedpError
+from curvedp.experiments.jsonable import jsonable
+from curvedp.train import Progress, Statement
+
+__all__ = [
+    "bars",
+    "log",
+    "print_json",
+    "print_statement",
+    "reports_errors",
+    "results",
+    "rows_of",
+    "tell",
+    "training_bar",
+]
+
+#: Where results are printed.
+results = Console(highlight=False)
+#: Where everything else is printed.
+log = Console(stderr=True, highlight=False)
+
+INTERRUPTED = 130
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout; a number that JSON lacks becomes a word."""
+    sys.stdout.write(json.dumps(jsonable(document), indent=2, allow_nan=False) + "\n")
+
+
+def tell(text: str, style: str = "") -> None:
+    """A remark on stderr."""
+    log.print(escape(text), style=style, soft_wrap=True)
+
+
+def rows_of(pairs: list[tuple[str, str]], loud: tuple[str, ...] = ()) -> Table:
+    """Names and values under each other, wrapped at the width of the terminal."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in pairs:
+        table.add_row(name, escape(text), style="bold red" if name in loud else "")
+    return table
+
+
+def print_statement(statement: Statement) -> None:
+    """The privacy statement, wrapped."""
+    safe = bool(statement.facts.get("private"))
+    results.print(escape(statement.title), style="bold" if safe else "bold red")
+    grid = rows_of(list(statement.lines), loud=("note",))
+    results.print(grid)
+    results.print("Not covered:", style="dim")
+    results.print(rows_of([("  -", text) for text in statement.caveats]))
+
+
+def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose errors are one message and exit code 2; adds ``--debug``."""
+
+    @functools.wraps(command)
+    def wrapped(*, debug: bool = False, **kwargs: Any) -> None:
+        try:
+            command(**kwargs)
+        except CurvedpError as error:
+            if debug:
+                traceback.print_exc()
+            _print_error(error)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            tell("stopped")
+            raise typer.Exit(INTERRUPTED) from None
+
+    return extend_signature(wrapped, command, {"debug": DebugFlag})
+
+
+def _print_error(error: CurvedpError) -> None:
+    log.print(f"[bold red]error:[/] {escape(error.problem)}", soft_wrap=True)
+    if error.advice:
+        log.print(f"  -> {escape(error.advice)}", soft_wrap=True)
+
+
+@contextmanager
+def bars() -> Iterator[Bars]:
+    """Progress bars on stderr."""
+    with Bars(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[remark]}"),
+        console=log,
+        disable=not log.is_terminal,
+    ) as shown:
+        yield shown
+
+
+@contextmanager
+def training_bar(
+    description: str, opening: str
+) -> Iterator[Callable[[Progress], None]]:
+    """A bar for one run, or a line for every tenth of it where there is no terminal.
+
+    Args:
+        description: stands before the bar.
+        opening: said when the first step is made, and not if the run is refused.
+    """
+    with bars() as shown:
+        task = shown.add_task(description, total=None, remark="")
+        unsaid = [opening]
+
+        def report(progress: Progress) -> None:
+            if unsaid:
+                tell(unsaid.pop(), style="dim")
+            loss = progress.private_loss
+            remark = "" if loss is None else f"PRIVATE loss {loss:.4g}"
+            shown.update(
+                task, completed=progress.step, total=progress.steps, remark=remark
+            )
+            if not log.is_terminal and _is_tenth(progress):
+                tell(f"{description}: step {progress.step}/{progress.steps} {remark}")
+
+        yield report
+
+
+def _is_tenth(progress: Progress) -> bool:
+    tenth = max(1, progress.steps // 10)
+    return progress.step % tenth == 0 or progress.step == progress.steps

@@ -1,0 +1,217 @@
+"""``curvedp train`` and ``curvedp resume``."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from curvedp.cli.compare import resume_and_show
+from curvedp.cli.options import takes_run_settings
+from curvedp.cli.output import (
+    print_json,
+    print_statement,
+    reports_errors,
+    results,
+    rows_of,
+    tell,
+    training_bar,
+)
+from curvedp.cli.parameters import (
+    DeviceOption,
+    DryRunFlag,
+    JsonFlag,
+    RunDirArgument,
+    RunDirOption,
+)
+from curvedp.cli.plans import print_preview
+from curvedp.errors import StorageError
+from curvedp.experiments import (
+    NOT_PRIVATE,
+    RunConfig,
+    RunResult,
+    StopRequest,
+    build_run,
+    default_run_dir,
+    is_comparison,
+    preview_run,
+    resume_run,
+    train_run,
+)
+from curvedp.experiments.runs import NO_HELD_OUT
+from curvedp.train import Progress, stop_on_signals
+
+__all__ = ["register"]
+
+_METHOD = "Method"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command(epilog="Example: curvedp train --data digits --epsilon 3 --epochs 30")(
+        train
+    )
+    app.command(epilog="Example: curvedp resume runs/digits-dp-sgd-20260101-120000")(
+        resume
+    )
+
+
+def _method(text: str, shown: str) -> Any:
+    return typer.Option(help=text, rich_help_panel=_METHOD, show_default=shown)
+
+
+_RECIPES = "by the recipe"
+
+
+@reports_errors
+@takes_run_settings
+def train(
+    settings: dict[str, Any],
+    recipe: Annotated[str | None, _method("See `curvedp recipes`.", "dp-sgd")] = None,
+    learning_rate: Annotated[float | None, _method("", _RECIPES)] = None,
+    momentum: Annotated[float | None, _method("", _RECIPES)] = None,
+    weight_decay: Annotated[float | None, _method("", _RECIPES)] = None,
+    clip_norm: Annotated[
+        float | None, _method("Bound on an example's gradient.", _RECIPES)
+    ] = None,
+    clipping: Annotated[
+        str | None, _method("flat, normalised or per-layer.", _RECIPES)
+    ] = None,
+    run_dir: RunDirOption = None,
+    dry_run: DryRunFlag = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Train a private model, and say what the guarantee is.
+
+    Sampling is declared by --batch-size and --epochs, or by --sample-rate, --steps
+    and --expected-batch-size. Ctrl-C leaves a checkpoint.
+    """
+    own = {
+        "learning_rate": learning_rate,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "clip_norm": clip_norm,
+        "clipping": clipping,
+    }
+    config = RunConfig.from_mapping(_with_recipe(settings, recipe, own))
+    if dry_run:
+        preview = preview_run(build_run(config))
+        if json_output:
+            print_json(preview.to_json())
+        else:
+            print_preview(preview)
+        return
+    config = config.settled()
+    folder = run_dir or default_run_dir(config.data, config.recipe)
+
+    def start(report: Callable[[Progress], None], stop: StopRequest) -> RunResult:
+        return train_run(config, folder, on_progress=report, stop=stop)
+
+    _run_and_show(start, config.recipe, folder, json_output)
+
+
+@reports_errors
+def resume(
+    run_dir: RunDirArgument,
+    device: DeviceOption = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Go on with a run or a comparison that was stopped.
+
+    Steps that were released already are not paid for again.
+    """
+    if is_comparison(run_dir):
+        resume_and_show(run_dir, device, json_output)
+        return
+
+    def start(report: Callable[[Progress], None], stop: StopRequest) -> RunResult:
+        return resume_run(run_dir, device=device, on_progress=report, stop=stop)
+
+    _run_and_show(start, "resumed", run_dir, json_output)
+
+
+def _with_recipe(
+    settings: dict[str, Any], recipe: str | None, own: dict[str, Any]
+) -> dict[str, Any]:
+    """With the recipe from options, the file's [recipe] and its [recipes.NAME]."""
+    table = dict(settings)
+    table.pop("compare", None)
+    by_recipe = table.pop("recipes", {})
+    stored = table.get("recipe", "dp-sgd")
+    stored = {"name": stored} if isinstance(stored, str) else dict(stored)
+    name = recipe or stored.get("name", "dp-sgd")
+    if name != stored.get("name", name):
+        stored = {}  # the file's settings are those of another recipe
+    chosen = {k: v for k, v in own.items() if v is not None}
+    shared = by_recipe.get(name, {}) if isinstance(by_recipe, dict) else {}
+    table["recipe"] = {**shared, **stored, "name": name, **chosen}
+    return table
+
+
+def _run_and_show(
+    start: Callable[[Callable[[Progress], None], StopRequest], RunResult],
+    description: str,
+    folder: Path,
+    json_output: bool,
+) -> None:
+    stop = StopRequest()
+    try:
+        with (
+            stop_on_signals(stop) as received,
+            training_bar(description, f"run folder: {folder}") as report,
+        ):
+            result = start(report, stop)
+    except (StorageError, KeyboardInterrupt):
+        if (folder / "ledger.jsonl").exists():
+            tell(f"what was paid for is kept; go on with: curvedp resume {folder}")
+        raise
+    number = received()
+    if json_output:
+        print_json(result.to_json())
+    else:
+        _print_result(result)
+    if number and not result.finished:
+        name = signal.Signals(number).name
+        tell(
+            f"stopped by {name} after step {result.steps} of {result.planned_steps}; "
+            f"go on with: curvedp resume {folder}",
+            style="bold",
+        )
+        raise typer.Exit(128 + number)
+
+
+def _print_result(result: RunResult) -> None:
+    if not result.finished:
+        return
+    pairs = [("recipe", result.config.recipe)]
+    if result.statement is None and result.facts is None:
+        pairs.append(("guarantee", NOT_PRIVATE))
+    for name, value in result.metrics.items():
+        shown = f"{value:.4f}" if name == "loss" else f"{100 * value:.2f} %"
+        pairs.append((name, f"{shown} on the {result.split} split"))
+    if not result.metrics:
+        pairs.append(("metrics", f"none: {NO_HELD_OUT}"))
+    pairs.append(("steps", f"{result.steps} in {result.seconds:.1f} s"))
+    pairs.append(("run folder", str(result.run_dir)))
+    results.print(rows_of(pairs, loud=("guarantee",)))
+    if result.statement is not None:
+        results.print()
+        print_statement(result.statement)
+    elif result.facts is not None:
+        tell("this run was finished before; its statement:", style="dim")
+        _print_stored_facts(result)
+
+
+def _print_stored_facts(result: RunResult) -> None:
+    facts = result.facts or {}
+    pairs = [
+        ("guarantee", f"({facts['epsilon']:.4g}, {facts['delta']:g})-DP"),
+        ("relation", str(facts["relation"])),
+        *(("note", note) for note in facts.get("notes", [])),
+    ]
+    if not result.private:
+        pairs[0] = ("guarantee", "none: the noise was made reproducible")
+    results.print(rows_of(pairs, loud=("note",)))

@@ -1,0 +1,246 @@
+"""What a run is made of, as one frozen value that TOML, flags and run.json share.
+
+In a config file::
+
+    data = "digits"                 # or a table: [data] source = "adult.csv", ...
+    model = "cnn"                   # or: [model] name = "cnn", width = 16
+    recipe = "dp-sgd"               # or: [recipe] name = "dp-sgd", learning_rate = 1.0
+
+    [privacy]
+    epsilon = 3.0
+    delta = 1e-5
+    batch_size = 256
+    epochs = 20
+
+    [run]
+    seed = 0
+    device = "cpu"
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from curvedp.errors import ConfigurationError
+from curvedp.recipes import Recipe, get_recipe
+from curvedp.train.losses import LOSSES
+from curvedp.train.metrics import METRICS
+from curvedp.train.settings import PrivacySettings
+
+__all__ = ["DEFAULT_BATCH_SIZE", "DEFAULT_EPOCHS", "RunConfig"]
+
+#: What is taken where a run does not declare its sampling (by rate) itself.
+DEFAULT_BATCH_SIZE, DEFAULT_EPOCHS = 256, 20
+
+#: The data set that comes with the package.
+BUILT_IN_DATA = "digits"
+
+#: Tables that a config file may have, and the key that names the thing itself.
+_NAMED_TABLES = {"data": "source", "model": "name", "recipe": "name"}
+_PRIVACY_TYPES: dict[str, tuple[type, ...]] = {
+    "epsilon": (float, int),
+    "noise_multiplier": (float, int),
+    "delta": (float, int),
+    "batch_size": (int,),
+    "epochs": (int,),
+    "sample_rate": (float, int),
+    "steps": (int,),
+    "expected_batch_size": (float, int),
+    "relation": (str,),
+    "accountant": (str,),
+    "allow_large_delta": (bool,),
+}
+_BY_RATE = ("sample_rate", "steps", "expected_batch_size")
+_RUN_TYPES: dict[str, tuple[type, ...]] = {
+    "physical_batch_size": (int,),
+    "seed": (int,),
+    "unsafe_reproducible_noise": (int,),
+    "device": (str,),
+    "metrics": (list, tuple),
+    "checkpoint_every": (int,),
+    "validation": (float, int),
+    "loss": (str,),
+    "show_private_training_loss": (bool,),
+}
+_WORDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a run. Public: it holds no data and no secret.
+
+    Attributes:
+        data: built-in name, file or folder.
+        data_options: what is declared about the data.
+        model: built-in name or ``module:factory``; empty chooses by the input's shape.
+        model_options: of the model.
+        recipe: name of the method.
+        recipe_settings: what differs from the recipe's defaults.
+        privacy: fields of :class:`curvedp.train.settings.PrivacySettings`.
+        physical_batch_size: rows that are computed at once; bounds memory.
+        seed: of the public random streams: initialisation, dropout, validation split.
+        unsafe_reproducible_noise: for tests; there is no guarantee then.
+        device: "auto", "cpu", "cuda" or "mps".
+        metrics: what is computed on held-out examples; empty chooses by the task.
+        checkpoint_every: steps between checkpoints.
+        validation: share of the training examples that is set apart for evaluation.
+        loss: name of a loss; empty chooses by the task.
+        show_private_training_loss: show a private quantity; the ledger notes it.
+    """
+
+    data: str
+    data_options: Mapping[str, Any] = field(default_factory=dict)
+    model: str = ""
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str = "dp-sgd"
+    recipe_settings: Mapping[str, Any] = field(default_factory=dict)
+    privacy: Mapping[str, Any] = field(default_factory=dict)
+    physical_batch_size: int | None = None
+    seed: int | None = None
+    unsafe_reproducible_noise: int | None = None
+    device: str = "auto"
+    metrics: tuple[str, ...] = ()
+    checkpoint_every: int = 100
+    validation: float | None = None
+    loss: str = ""
+    show_private_training_loss: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, str) or not self.data:
+            raise ConfigurationError(
+                "the run names no data", "give --data digits, a file or a folder"
+            )
+        _check_types("privacy", self.privacy, _PRIVACY_TYPES)
+        _check_types("run", self._run_settings(), _RUN_TYPES)
+        self.configured_recipe()
+        _one_of("metric", self.metrics, [*METRICS, "loss"])
+        _one_of("loss", [self.loss] if self.loss else [], LOSSES)
+        _one_of("device", [self.device], ["auto", "cpu", "cuda", "mps"])
+        if self.checkpoint_every < 1:
+            raise ConfigurationError(
+                f"checkpoint_every is {self.checkpoint_every}", "use 1 or more"
+            )
+        for name in ("seed", "unsafe_reproducible_noise"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigurationError(f"{name} is {value}", "use 0 or more")
+
+    @classmethod
+    def from_mapping(cls, table: Mapping[str, Any]) -> RunConfig:
+        """Read a config, such as a TOML file; an unknown key is refused by name."""
+        known = [*_NAMED_TABLES, "privacy", "run"]
+        _refuse_unknown("the config", table, known)
+        given: dict[str, Any] = {}
+        for name, key in _NAMED_TABLES.items():
+            thing = table.get(name)
+            if isinstance(thing, Mapping):
+                options = dict(thing)
+                given[name] = options.pop(key, "" if name == "model" else None)
+                given[_OPTIONS[name]] = options
+            elif isinstance(thing, str):
+                given[name] = thing
+            elif thing is not None:
+                raise ConfigurationError(
+                    f"{name} is {thing!r}", f"give a name, or a table [{name}]"
+                )
+        for name in ("privacy", "run"):
+            if not isinstance(table.get(name, {}), Mapping):
+                raise ConfigurationError(f"{name} is not a table", f"use [{name}]")
+        given["privacy"] = dict(table.get("privacy", {}))
+        run = dict(table.get("run", {}))
+        _refuse_unknown("[run]", run, list(_RUN_TYPES))
+        if isinstance(run.get("metrics"), str):
+            run["metrics"] = [run["metrics"]]
+        if "metrics" in run:
+            run["metrics"] = tuple(run["metrics"])
+        given = {k: v for k, v in {**given, **run}.items() if v is not None}
+        return cls(**{"data": "", **given})
+
+    def to_json(self) -> dict[str, Any]:
+        """The config as JSON values; :meth:`from_json` reads it back."""
+        return {**asdict(self), "metrics": list(self.metrics)}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> RunConfig:
+        """Read what :meth:`to_json` wrote."""
+        _refuse_unknown("the stored run", stored, [f.name for f in fields(cls)])
+        return cls(**{**stored, "metrics": tuple(stored.get("metrics", ()))})
+
+    def settled(self) -> RunConfig:
+        """With every default that must not change later: seed, sampling, full paths."""
+        privacy = {k: v for k, v in self.privacy.items() if v is not None}
+        if not any(name in privacy for name in _BY_RATE):
+            sizes = {"batch_size": DEFAULT_BATCH_SIZE, "epochs": DEFAULT_EPOCHS}
+            privacy = {**sizes, **privacy}
+        options = dict(self.data_options)
+        if isinstance(options.get("test"), str | Path):
+            options["test"] = _full_path(str(options["test"]))
+        return replace(
+            self,
+            data=self.data if self.data == BUILT_IN_DATA else _full_path(self.data),
+            data_options=options,
+            privacy=privacy,
+            # JSON numbers beyond 2^53 are not safe everywhere
+            seed=secrets.randbits(31) if self.seed is None else self.seed,
+        )
+
+    def configured_recipe(self) -> Recipe:
+        """The recipe with this run's settings."""
+        return get_recipe(self.recipe).configure(**self.recipe_settings)
+
+    def privacy_settings(self) -> PrivacySettings:
+        """The privacy settings as the library takes them."""
+        return PrivacySettings.of(dict(self.privacy))
+
+    def _run_settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _RUN_TYPES}
+
+
+_OPTIONS = {
+    "data": "data_options",
+    "model": "model_options",
+    "recipe": "recipe_settings",
+}
+
+
+def _full_path(text: str) -> str:
+    path = Path(text).expanduser()
+    # what is not there is named in the error as the user wrote it
+    return str(path.absolute()) if path.exists() else text
+
+
+def _refuse_unknown(where: str, table: Mapping[str, Any], known: list[str]) -> None:
+    unknown = sorted(set(table) - set(known))
+    if unknown:
+        raise ConfigurationError(
+            f"{where} has the unknown key {', '.join(map(repr, unknown))}",
+            f"known keys: {', '.join(known)}",
+        )
+
+
+def _check_types(
+    where: str, table: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]
+) -> None:
+    _refuse_unknown(f"[{where}]", table, list(types))
+    for name, value in table.items():
+        wanted = types[name]
+        if value is None:
+            continue
+        if not isinstance(value, wanted) or (
+            isinstance(value, bool) and bool not in wanted
+        ):
+            raise ConfigurationError(
+                f"{name} is {value!r}", f"use {_WORDS.get(wanted[0], 'a list')}"
+            )
+
+
+def _one_of(what: str, names: Any, known: Any) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(
+                f"unknown {what} {name!r}", f"choose from: {', '.join(known)}"
+            )

@@ -1,0 +1,168 @@
+"""What a run would do: coverage, plan, statement and cost, without private data used.
+
+The time is measured on synthetic examples of the declared shape, on a copy of the
+model, so nothing is trained, written or spent.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from curvedp.accounting import LedgerHeader, MemoryLedger
+from curvedp.data import ArrayDataset, Task
+from curvedp.experiments.building import BuiltRun
+from curvedp.experiments.runs import NOT_PRIVATE
+from curvedp.layers import Batch, cover, synthesiser_like
+from curvedp.plan import Plan, SamplingPlan
+from curvedp.train import Progress, Statement, Trainer, per_example_loss
+from curvedp.train.settings import default_physical_batch_size
+from curvedp.train.statement import make_statement
+
+__all__ = ["Preview", "preview_run"]
+
+_TIMED_ROWS, _TIMED_STEPS = 64, 4
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A plan for people and programs.
+
+    Attributes:
+        recipe: name of the method.
+        private: whether it has a guarantee.
+        sampling: the declared sampling.
+        parameters: number of trainable parameters.
+        coverage: a line per layer; None for a reference without a guarantee.
+        plan: None for a reference without a guarantee.
+        statement: as it would stand at the start; None likewise.
+        physical_batch_size: rows that are computed at once.
+        seconds: expected time of training on this device.
+        held_out: what metrics would be computed on.
+    """
+
+    recipe: str
+    private: bool
+    sampling: SamplingPlan
+    parameters: int
+    coverage: str | None
+    plan: Plan | None
+    statement: Statement | None
+    physical_batch_size: int
+    seconds: float
+    held_out: str
+    device: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        document: dict[str, Any] = {
+            "dry_run": True,
+            "recipe": self.recipe,
+            "private": self.private,
+            "epsilon": None if self.plan is None else self.plan.epsilon(),
+            "delta": None if self.plan is None else self.plan.delta,
+            "relation": None if self.plan is None else self.plan.relation.value,
+            "sigma": None if self.plan is None else self.plan.noise_multiplier,
+            "steps": self.sampling.steps,
+            "sample_rate": self.sampling.sample_rate,
+            "expected_batch_size": self.sampling.expected_batch_size,
+            "physical_batch_size": self.physical_batch_size,
+            "parameters": self.parameters,
+            "device": self.device,
+            "expected_seconds": round(self.seconds, 2),
+            "metrics_computed_on": self.held_out,
+            "coverage": None if self.coverage is None else self.coverage.splitlines(),
+            "statement": None if self.statement is None else self.statement.facts,
+        }
+        if not self.private:
+            document["label"] = NOT_PRIVATE
+        return document
+
+
+def preview_run(built: BuiltRun) -> Preview:
+    """Check coverage, make the plan and estimate the time of a run.
+
+    Raises:
+        CurvedpError: whatever would refuse the run itself.
+    """
+    config = built.config
+    recipe = config.configured_recipe()
+    settings = config.privacy_settings()
+    sampling = settings.sampling(len(built.train))
+    plan = statement = coverage = None
+    unsafe = config.unsafe_reproducible_noise is not None
+    if recipe.private:
+        plan = settings.plan(recipe, len(built.train))
+        coverage = _coverage(built)
+        header = LedgerHeader("dry-run", plan.relation, plan.delta)
+        statement = make_statement(
+            plan, MemoryLedger(header), unsafe=unsafe, trusted_loss=False
+        )
+    parameters = [p for p in built.model.parameters() if p.requires_grad]
+    physical = config.physical_batch_size or default_physical_batch_size(
+        sampling.expected_batch_size
+    )
+    return Preview(
+        recipe=recipe.name,
+        private=recipe.private and not unsafe,
+        sampling=sampling,
+        parameters=sum(p.numel() for p in parameters),
+        coverage=coverage,
+        plan=plan,
+        statement=statement,
+        physical_batch_size=physical,
+        seconds=_expected_seconds(built, sampling, physical),
+        held_out=built.split,
+        device=str(parameters[0].device),
+    )
+
+
+def _coverage(built: BuiltRun) -> str:
+    device = next(built.model.parameters()).device
+    example = _synthetic(built, 1)
+    template = Batch(example.inputs.to(device), example.targets.to(device))
+    loss = per_example_loss(built.loss)
+    found = cover(built.model, synthesiser_like(template, built.model), loss)
+    return found.explain()
+
+
+def _synthetic(built: BuiltRun, rows: int) -> ArrayDataset:
+    source = built.source
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(rows, *source.input_shape, generator=generator)
+    if source.task is Task.CLASSIFICATION:
+        return ArrayDataset(inputs, torch.zeros(rows, dtype=torch.int64))
+    return ArrayDataset(inputs, torch.zeros(rows, source.num_outputs))
+
+
+def _expected_seconds(built: BuiltRun, sampling: SamplingPlan, physical: int) -> float:
+    """Time of a few steps on a small synthetic batch, scaled up."""
+    rows = min(_TIMED_ROWS, physical)
+    times: list[float] = []
+
+    def note(_: Progress) -> None:
+        times.append(time.monotonic())
+
+    recipe = built.config.configured_recipe()
+    settings: dict[str, Any] = {"noise_multiplier": 1.0} if recipe.private else {}
+    trainer = Trainer(
+        copy.deepcopy(built.model),
+        built.loss,
+        recipe,
+        physical_batch_size=rows,
+        on_progress=note,
+        sample_rate=1.0,
+        steps=_TIMED_STEPS,
+        expected_batch_size=rows,
+        delta=1e-9,
+        **settings,
+    )
+    trainer.fit(_synthetic(built, rows))
+    step = (times[-1] - times[0]) / (len(times) - 1)
+    portions = math.ceil(sampling.expected_batch_size / physical)
+    return step * (physical / rows) * portions * sampling.steps

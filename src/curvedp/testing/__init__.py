@@ -1,0 +1,23 @@
+"""For tests, yours and ours: slow exact twins, and suites for extension authors.
+
+Nothing in the package imports this. ``reference`` says what per-example gradients and
+clipped sums *are*, one example at a time and without any of the engine's shortcuts;
+``conformance`` checks that an extension keeps the promises of its protocol.
+"""
+
+from curvedp.testing.conformance import (
+    check_clipping_rule,
+    check_mechanism,
+    check_transform,
+    check_whitener,
+)
+from curvedp.testing.reference import clipped_sum, per_example_gradients
+
+__all__ = [
+    "check_clipping_rule",
+    "check_mechanism",
+    "check_transform",
+    "check_whitener",
+    "clipped_sum",
+    "per_example_gradients",
+]

@@ -1,0 +1,133 @@
+"""Slow exact twins: per-example gradients and clipped sums straight from definitions.
+
+They share no code with the engine. Gradients come from plain autograd on a batch of
+one example; clip factors are written down again from the formulas; everything is added
+up in float64, an example at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+__all__ = ["clipped_sum", "per_example_gradients"]
+
+#: The engine keeps squared norms in float32; beyond this they overflow.
+LARGEST_SQUARED_NORM = float(torch.finfo(torch.float32).max)
+
+
+def per_example_gradients(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Any,
+    *,
+    together: bool = False,
+) -> dict[str, Tensor]:
+    """Gradients ``[B, *shape]`` in float64, from one backward pass per example.
+
+    Args:
+        model: its trainable parameters are differentiated; it is not changed.
+        loss: ``(output, targets) -> [B]``.
+        inputs: a tensor, a tuple of positional or a mapping of keyword arguments, with
+            examples at dimension 0.
+        targets: as the loss takes them.
+        together: run the forward pass on the whole batch. Only where examples must
+            share random draws with another run on the same batch (dropout).
+    """
+    leaves = {
+        name: p.detach().clone().requires_grad_()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    rows: list[dict[str, Tensor]] = []
+    size = _first_size((inputs, targets))
+    batches = [slice(None)] if together else [slice(i, i + 1) for i in range(size)]
+    for rows_of_batch in batches:
+        x, y = tree_map(lambda t, s=rows_of_batch: _cut(t, s), (inputs, targets))
+        args, kwargs = _arguments(x)
+        losses = loss(functional_call(model, leaves, args, kwargs), y)
+        for one in losses:
+            grads = torch.autograd.grad(
+                one, list(leaves.values()), retain_graph=True, allow_unused=True
+            )
+            rows.append(
+                {
+                    name: (torch.zeros_like(p) if g is None else g).double()
+                    for (name, p), g in zip(leaves.items(), grads, strict=True)
+                }
+            )
+    return {name: torch.stack([row[name] for row in rows]) for name in leaves}
+
+
+def clipped_sum(
+    gradients: Mapping[str, Tensor],
+    rule: str,
+    bound: float,
+    *,
+    layers: Iterable[Sequence[str]] | None = None,
+    gamma: float = 0.01,
+    present: Sequence[bool] | None = None,
+) -> dict[str, Tensor]:
+    """Sum of clipped gradients, by definition.
+
+    Args:
+        gradients: ``[B, *shape]`` by parameter name.
+        rule: "flat", "normalised" or "per-layer".
+        bound: C.
+        layers: parameter names of every layer, for "per-layer".
+        gamma: of "normalised".
+        present: which examples count; by default all of them.
+
+    An example with a non-finite coordinate, or whose squared norm exceeds float32,
+    adds nothing.
+    """
+    names = list(gradients)
+    groups = [list(layer) for layer in layers] if layers is not None else [names]
+    size = len(next(iter(gradients.values())))
+    total = {n: torch.zeros_like(g[0]).double() for n, g in gradients.items()}
+    for i in range(size):
+        one = {name: gradients[name][i].double() for name in names}
+        length = _length(one, names)
+        usable = math.isfinite(length) and length**2 <= LARGEST_SQUARED_NORM
+        if not usable or (present is not None and not present[i]):
+            continue
+        for group in groups:
+            if rule == "flat":
+                factor = 1.0 if length <= bound else bound / length
+            elif rule == "normalised":
+                factor = bound / (length + gamma)
+            elif rule == "per-layer":
+                share = bound / math.sqrt(len(groups))
+                own = _length(one, group)
+                factor = 1.0 if own <= share else share / own
+            else:
+                raise ValueError(f"no such rule: {rule!r}")
+            for name in group:
+                total[name] += factor * one[name]
+    return total
+
+
+def _length(values: Mapping[str, Tensor], names: Iterable[str]) -> float:
+    return math.sqrt(sum(float(values[name].square().sum()) for name in names))
+
+
+def _cut(value: Any, rows: slice) -> Any:
+    return value[rows] if isinstance(value, Tensor) else value
+
+
+def _first_size(values: Any) -> int:
+    leaves = torch.utils._pytree.tree_flatten(values)[0]
+    return next(len(t) for t in leaves if isinstance(t, Tensor))
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})

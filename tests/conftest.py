@@ -1,0 +1,19 @@
+"""What all tests share: the nets of ``tests/layers`` are importable from everywhere."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "layers"))
+
+
+@pytest.fixture(autouse=True)
+def _torch_state():
+    """Tests draw from torch's global generator; each starts from the same state."""
+    torch.manual_seed(0)
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    yield
+    assert torch.get_num_threads() == threads
+    assert torch.get_float32_matmul_precision() == precision

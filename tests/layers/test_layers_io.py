@@ -1,0 +1,279 @@
+"""The three forms of LayerIO, and the reference that all is compared with."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from nets import ALL, composed, loss
+from passes import flat, in_float64, record
+from torch import nn
+
+from curvedp.layers import Batch, as_call, cover, dense, synthesiser_like
+from curvedp.layers.conv import ConvGeometry
+from curvedp.layers.dense import DenseIO, NormMethod, choose_method
+from curvedp.layers.direct import Expanded
+from curvedp.testing import (
+    check_transform,
+    check_whitener,
+    clipped_sum,
+    per_example_gradients,
+)
+from curvedp.update import Chain
+from curvedp.whitening import IdentityWhitener
+
+#: Agreement of two float32 computations of a short sum.
+SAME = 1e-5
+
+SIZE = 5
+
+
+def recorded(net, size=SIZE):
+    model = net.make()
+    coverage = cover(model, net.synthesiser(), loss)
+    batch = net.batch(size, torch.Generator().manual_seed(2))
+    return model, record(model, coverage, batch, size, loss)
+
+
+def net_called(name):
+    return next(net for net in ALL if str(net) == name)
+
+
+FORMS = [
+    "sequence-linear",
+    "image-conv-groups",
+    "tokens-padding",
+    "two-towers",
+    "sequence-called-thrice",
+    "sequence-layer-norm",
+]
+
+
+@pytest.mark.parametrize("net", [net_called(n) for n in FORMS], ids=str)
+def test_norms_sums_and_masks_agree_with_the_gradients(net):
+    _, ios = recorded(net)
+    weights = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0])
+    mask = torch.tensor([True, False, True, True, False])
+    for io in ios:
+        assert io.batch_size == SIZE
+        true = in_float64(io)
+        squares = sum(g.reshape(SIZE, -1).square().sum(1) for g in true.values())
+        norms = io.sq_norms().double()
+        assert torch.all(norms >= squares * (1 - 1e-6))
+        assert torch.all(norms <= squares * (1 + 1e-3) + 1e-30)
+        sums, kept = io.weighted_sum(weights), io.keep(mask)
+        assert sums.keys() == true.keys()
+        for name, g in true.items():
+            expected = torch.einsum("b,b...->...", weights.double(), g)
+            assert (sums[name] - expected).norm() <= SAME * (1e-30 + g.norm())
+            assert torch.equal(kept.per_example()[name][~mask], 0 * g[~mask].float())
+            assert torch.equal(
+                kept.per_example()[name][mask], io.per_example()[name][mask]
+            )
+        assert not kept.sq_norms()[~mask].gt(1e-30).any()
+
+
+@pytest.mark.parametrize("method", NormMethod)
+def test_norms_do_not_depend_on_the_chunks(method, monkeypatch):
+    _, ios = recorded(net_called("image-conv-groups"))
+    dense_ios = [replace(io, method=method) for io in ios if isinstance(io, DenseIO)]
+    whole = [io.sq_norms() for io in dense_ios]
+    monkeypatch.setattr(dense, "CHUNK_ELEMENTS", {"cpu": 1})
+    for io, expected in zip(dense_ios, whole, strict=True):
+        assert len(list(io._chunks())) == SIZE
+        assert torch.allclose(io.sq_norms(), expected, rtol=SAME)
+
+
+def test_the_planner_takes_gram_only_where_it_is_cheaper_and_smaller():
+    # fully connected, few positions: Gram. First convolution, many positions: not.
+    assert choose_method(4, 512, 512) is NormMethod.GRAM
+    assert choose_method(1024, 27, 64) is NormMethod.INSTANTIATE
+    assert choose_method(64, 65, 65) is NormMethod.INSTANTIATE  # not less work
+    assert choose_method(20, 41, 41) is NormMethod.GRAM
+    assert choose_method(30, 61, 61) is NormMethod.GRAM
+    assert choose_method(6, 5, 1000) is NormMethod.INSTANTIATE
+
+
+CONVOLUTIONS = [
+    nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2),
+    nn.Conv2d(4, 8, (3, 2), (2, 1), (1, 2), (1, 2), 4),
+    nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+    nn.Conv3d(4, 6, 2, padding="same", groups=2),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@pytest.mark.parametrize("module", CONVOLUTIONS, ids=str)
+def test_both_ways_to_sum_a_convolution_agree_with_autograd(module, monkeypatch):
+    side = {nn.Conv1d: (11,), nn.Conv2d: (7, 9), nn.Conv3d: (4, 3, 5)}[type(module)]
+    x = torch.randn(SIZE, 4, *side)
+    output = module(x)
+    d = torch.randn_like(output)
+    (expected,) = torch.autograd.grad(output, module.weight, d)
+    geometry = ConvGeometry.of(module)
+    assert geometry.weight_shape() == module.weight.shape
+    ways = [geometry._weight_sum_native, geometry._weight_sum_rows]
+    for way in ways:
+        assert (way(x, d) - expected).norm() <= SAME * expected.norm()
+    monkeypatch.setattr("curvedp.layers.conv.CHUNK_ELEMENTS", {"cpu": 1})
+    chunked = geometry._weight_sum_rows(x, d)
+    assert (chunked - expected).norm() <= SAME * expected.norm()
+
+
+def test_layouts_put_copies_where_they_broadcast():
+    p = torch.randn(3, 4)
+    for layout in Expanded.layouts(p):
+        copies = layout.copies(p, SIZE)
+        assert copies.requires_grad
+        assert copies.shape == (SIZE, *[1] * layout.ones, 3, 4)
+    leading = Expanded.layouts(torch.randn(1, 4))[0]
+    assert leading.leading
+    assert leading.copies(torch.randn(1, 4), SIZE).shape == (SIZE, 4)
+
+
+# -- synthetic batches -----------------------------------------------------------------
+
+
+def test_synthetic_batches_have_the_templates_shapes_and_valid_values():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = nn.Embedding(4, 3), nn.Embedding(9, 3)
+            self.head = nn.Linear(3, 5)
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, ids, attention_mask, x, flag):
+            h = self.small(ids) + self.large(ids)
+            return self.head(self.dropout(h.mean(1) + x))
+
+    inputs = {
+        "ids": torch.full((1, 6), 8),
+        "attention_mask": torch.ones(1, 6, dtype=torch.int64),
+        "x": torch.full((1, 3), 1e9, dtype=torch.bfloat16),
+        "flag": torch.zeros(1, dtype=torch.bool),
+    }
+    model = Model().to(torch.bfloat16)
+    make = synthesiser_like(Batch(inputs, torch.tensor([7])), model)
+    batch = make(64, torch.Generator().manual_seed(0))
+    for name, x in batch.inputs.items():
+        assert x.shape == (64, *inputs[name].shape[1:])
+        assert x.dtype == inputs[name].dtype
+    assert set(batch.inputs["ids"].unique().tolist()) == {0, 1, 2, 3}
+    assert set(batch.inputs["attention_mask"].unique().tolist()) == {0, 1}
+    assert batch.inputs["x"].abs().max() <= 1, "values of the template do not matter"
+    assert set(batch.targets.unique().tolist()) == {0, 1, 2, 3, 4}
+    assert model.training
+    again = make(64, torch.Generator().manual_seed(0))
+    assert torch.equal(batch.inputs["ids"], again.inputs["ids"])
+
+
+def test_inputs_become_arguments_by_their_structure():
+    x, y = torch.zeros(1), torch.ones(1)
+    assert as_call(x) == ((x,), {})
+    assert as_call((x, y)) == ((x, y), {})
+    assert as_call([x, y]) == ((x, y), {})
+    assert as_call({"a": x}) == ((), {"a": x})
+
+
+# -- the reference ---------------------------------------------------------------------
+
+
+def test_the_reference_gradient_is_autograds_an_example_at_a_time():
+    model = nn.Linear(2, 1, bias=False)
+    x, y = torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([1.0, 2.0])
+    gradients = per_example_gradients(
+        model, lambda out, target: out.squeeze(1) * target, x, y
+    )
+    assert gradients["weight"].dtype == torch.float64
+    assert gradients["weight"].tolist() == [[[1.0, 2.0]], [[6.0, -2.0]]]
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("net", composed()[:8:3], ids=str)
+def test_the_reference_is_the_same_with_a_forward_pass_together(net):
+    model = net.make()
+    batch = net.batch(SIZE, torch.Generator().manual_seed(3))
+    alone = per_example_gradients(model, loss, batch.inputs, batch.targets)
+    together = per_example_gradients(
+        model, loss, batch.inputs, batch.targets, together=True
+    )
+    assert (flat(alone) - flat(together)).norm() <= SAME * flat(alone).norm()
+
+
+def test_the_reference_sum_by_hand():
+    gradients = {
+        "a": torch.tensor([[3.0, 0.0], [0.3, 0.0], [float("nan"), 0.0], [1e20, 0.0]]),
+        "b": torch.tensor([[4.0], [0.4], [1.0], [0.0]]),
+    }
+    flat_sum = clipped_sum(gradients, "flat", 1.0)
+    assert flat_sum["a"].tolist() == pytest.approx([0.6 + 0.3, 0.0])
+    assert flat_sum["b"].tolist() == pytest.approx([0.8 + 0.4])
+    normalised = clipped_sum(gradients, "normalised", 1.0, gamma=0.5)
+    assert normalised["b"].tolist() == pytest.approx([4 / 5.5 + 0.4 / 1.0])
+    per_layer = clipped_sum(gradients, "per-layer", 2**0.5, layers=[["a"], ["b"]])
+    assert per_layer["a"].tolist() == pytest.approx([1.0 + 0.3, 0.0])
+    assert per_layer["b"].tolist() == pytest.approx([1.0 + 0.4])
+    only_second = clipped_sum(gradients, "flat", 1.0, present=[False, True, True, True])
+    assert only_second["b"].tolist() == pytest.approx([0.4])
+    with pytest.raises(ValueError, match="no such rule"):
+        clipped_sum(gradients, "flatt", 1.0)
+
+
+# -- conformance of what the package ships ---------------------------------------------
+
+
+def test_the_identity_conforms():
+    model, ios = recorded(net_called("sequence-layer-norm"))
+    check_whitener(IdentityWhitener(), dict(model.named_parameters()), ios)
+
+
+class Halved(IdentityWhitener):
+    """Applies one map and takes norms of another."""
+
+    def apply(self, values):
+        return {name: v / 2 for name, v in values.items()}
+
+
+class Optimistic(IdentityWhitener):
+    def sq_norms(self, io):
+        return super().sq_norms(io) * 0.99
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [(Halved(), "materialize"), (Optimistic(), "below")],
+)
+def test_a_broken_whitener_does_not_conform(broken, message):
+    model, ios = recorded(net_called("sequence-layer-norm"))
+    with pytest.raises(AssertionError, match=message):
+        check_whitener(broken, dict(model.named_parameters()), ios)
+
+
+class Momentum:
+    def init(self, parameters):
+        return {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    def update(self, gradient, state):
+        state = {name: 0.9 * state[name] + g for name, g in gradient.items()}
+        return state, state
+
+
+class InPlace(Momentum):
+    def update(self, gradient, state):
+        for name, g in gradient.items():
+            state[name].mul_(0.9).add_(g)
+        return dict(state), state
+
+
+class Jittered(Momentum):
+    def update(self, gradient, state):
+        return {n: g + torch.randn_like(g) for n, g in gradient.items()}, state
+
+
+def test_transforms_that_are_pure_conform_and_others_do_not():
+    parameters = {"w": torch.zeros(3, 2), "b": torch.zeros(())}
+    for pure in (Momentum(), Chain(), Chain((Momentum(), Momentum()))):
+        check_transform(pure, parameters)
+    with pytest.raises(AssertionError, match="changed its arguments"):
+        check_transform(InPlace(), parameters)
+    with pytest.raises(AssertionError, match="not a function"):
+        check_transform(Jittered(), parameters)
