@@ -175,7 +175,7 @@ def test_gradients_of_single_examples_exist_under_vmap(name):
 
 
 def test_options_change_the_model():
-    assert options("mlp") == {"width": 128, "depth": 2, "activation": "relu"}
+    assert options("mlp") == {"width": 128, "depth": 2, "activation": "tanh"}
     model = build("mlp", (4,), 2, width=8, depth=3, activation="tanh")
     assert [type(m).__name__ for m in model] == (
         ["Flatten"] + ["Linear", "Tanh"] * 3 + ["Linear"]

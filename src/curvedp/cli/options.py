@@ -44,7 +44,7 @@ _OPTIONS: dict[str, Any] = {
     "model": Annotated[
         str | None,
         _option(
-            _WHAT, "Built-in name or module:factory.", shown="cnn for images, else mlp"
+            _WHAT, "Built-in name or module:factory.", shown="cnn from 16x16, else mlp"
         ),
     ],
     "model_option": Annotated[
@@ -103,7 +103,7 @@ _OPTIONS: dict[str, Any] = {
         int | None, _option(_RUN, "Of initialisation and dropout, not of noise.")
     ],
     "checkpoint_every": Annotated[
-        int | None, _option(_RUN, "Steps between checkpoints.", shown="100")
+        int | None, _option(_RUN, "Steps between checkpoints.", shown="20")
     ],
     "device": Annotated[
         str | None, _option(_RUN, "auto, cpu, cuda or mps.", shown="auto")

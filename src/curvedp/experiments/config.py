@@ -104,7 +104,7 @@ class RunConfig:
     unsafe_reproducible_noise: int | None = None
     device: str = "auto"
     metrics: tuple[str, ...] = ()
-    checkpoint_every: int = 100
+    checkpoint_every: int = 20
     validation: float | None = None
     loss: str = ""
     show_private_training_loss: bool = False

@@ -82,7 +82,7 @@ def mlp(
     *,
     width: int = 128,
     depth: int = 2,
-    activation: str = "relu",
+    activation: str = "tanh",
 ) -> nn.Module:
     """A fully connected net with ``depth`` hidden layers of ``width`` units."""
     _positive("width", width)
@@ -101,7 +101,7 @@ def cnn(
     *,
     width: int = 16,
     dense: int = 32,
-    activation: str = "relu",
+    activation: str = "tanh",
 ) -> nn.Module:
     """Two 3x3 convolutions with 2x2 pooling and one hidden layer, for small images.
 

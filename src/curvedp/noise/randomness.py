@@ -7,7 +7,8 @@ be stored: a resumed run takes fresh entropy from the operating system.
 
 A 32-bit seed could be searched through, and torch's CPU generator keeps no more than 32
 bits of its seed. The secret streams therefore use 256 bits of operating-system entropy
-through numpy's ``SeedSequence``.
+through numpy's ``SeedSequence``. On a GPU the noise of a step comes from torch's Philox
+generator, whose seed is 63 bits drawn from that stream, anew for every step.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 from curvedp._version import __version__
 from curvedp.accounting import Ledger, LedgerHeader, MemoryLedger
-from curvedp.errors import ConfigurationError
+from curvedp.errors import ConfigurationError, LedgerError
 from curvedp.plan import Plan
 from curvedp.storage import as_storage_error
 
@@ -44,6 +44,12 @@ def open_ledger(
         return MemoryLedger(header)
     path = run_dir / "ledger.jsonl"
     if not path.exists():
+        if (run_dir / "checkpoints").exists():
+            raise LedgerError(
+                f"{run_dir} has checkpoints and no ledger.jsonl: nobody can tell what "
+                "the run has spent",
+                "put the ledger back; a new run needs a folder of its own",
+            )
         with as_storage_error(run_dir, "make the folder"):
             run_dir.mkdir(parents=True, exist_ok=True)
         return Ledger.create(path, header)

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.special import softmax
-from scipy.stats import rankdata
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -62,6 +60,10 @@ def f1(outputs: Array, targets: Array) -> float:
 
 def auc(outputs: Array, targets: Array) -> float:
     """Area under the ROC curve, one class against the rest, averaged over classes."""
+    # here, because scipy.stats would take most of the time of `import curvedp`
+    from scipy.special import softmax
+    from scipy.stats import rankdata
+
     actual = _one_hot(targets, outputs)
     scores = softmax(outputs, axis=1) if targets.ndim == 1 else outputs
     areas = []

@@ -48,6 +48,6 @@ def fit_without_privacy(
                 optimiser.zero_grad()
                 trainer.report(batch.step + 1, sampling.steps, total)
                 total = torch.zeros((), device=device)
-                if trainer.stop_requested:
+                if trainer.stop_requested():
                     return batch.step + 1
     return sampling.steps

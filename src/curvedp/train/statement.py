@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from curvedp._version import __version__
@@ -55,18 +58,19 @@ def make_statement(
     to stop that looks at what was released is not covered by the epsilon of the steps
     made so far. The latter is given as well, and says what it assumes.
     """
-    planned, spent = plan.epsilon(), ledger.epsilon() if ledger.count() else 0.0
     sampling = plan.sampling
+    planned = _if_accountable(plan.epsilon)
+    spent = _if_accountable(ledger.epsilon) if ledger.count() else 0.0
     size = (
         f"; the number of examples, {sampling.public_size}, is public"
         if sampling.public_size is not None
         else ""
     )
     lines = [
-        ("guarantee", f"({planned:.4g}, {plan.delta:g})-differential privacy"),
+        ("guarantee", f"({_text(planned)}, {plan.delta:g})-differential privacy"),
         (
             "spent so far",
-            f"epsilon {spent:.4g} for {ledger.count()} of {sampling.steps} planned "
+            f"epsilon {_text(spent)} for {ledger.count()} of {sampling.steps} planned "
             "steps (if that number was fixed beforehand)",
         ),
         ("unit", "one example"),
@@ -91,22 +95,45 @@ def make_statement(
             "the loss of the training loop, which was not given to make_private: it is "
             "trusted not to mix examples",
         )
+    if planned is None:
+        lines[0] = (
+            "guarantee",
+            "not computed: dp-accounting is not installed here; on another machine "
+            "`curvedp privacy spent` computes it from the ledger",
+        )
+    elif math.isinf(planned):
+        title = "NO PRIVACY GUARANTEE: with this little noise no epsilon holds"
+        lines[0] = ("guarantee", f"none (epsilon is infinite at delta {plan.delta:g})")
     if unsafe:
         title = "NO PRIVACY GUARANTEE: the noise was made reproducible"
         lines[0] = (
             "guarantee",
-            f"none (it would be epsilon {planned:.4g} with secret noise)",
+            f"none (it would be epsilon {_text(planned)} with secret noise)",
         )
     for note in ledger.notes():
         lines.append(("note", note))
     facts = {
         **plan.facts(),
-        "private": not unsafe,
-        "epsilon": planned,
-        "epsilon_spent": spent,
+        "private": not unsafe and (planned is None or math.isfinite(planned)),
+        "epsilon": _number(planned),
+        "epsilon_spent": _number(spent),
         "steps_paid": ledger.count(),
         "notes": list(ledger.notes()),
         "not_covered": caveats,
         "curvedp": __version__,
     }
     return Statement(facts, tuple(lines), tuple(caveats), title)
+
+
+def _if_accountable(epsilon: Callable[[], float]) -> float | None:
+    """Epsilon, or None on a machine that can train but not account."""
+    return epsilon() if find_spec("dp_accounting") is not None else None
+
+
+def _text(epsilon: float | None) -> str:
+    return "(not computed)" if epsilon is None else f"{epsilon:.4g}"
+
+
+def _number(epsilon: float | None) -> float | str | None:
+    """For JSON, which has no infinity."""
+    return "inf" if epsilon is not None and math.isinf(epsilon) else epsilon

@@ -81,7 +81,8 @@ class Trainer:
             ``clipping``).
         run_dir: folder for ledger, journal and checkpoints; without it, nothing is
             written and nothing survives a crash.
-        checkpoint_every: steps between checkpoints.
+        checkpoint_every: steps between checkpoints. The journal holds the releases of
+            up to twice as many steps.
         journal: keep every release until the next checkpoint.
         physical_batch_size: rows of a physical batch; bounds memory.
         seed: of the public random streams (dropout and the like).
@@ -101,7 +102,7 @@ class Trainer:
         recipe: Recipe | str = "dp-sgd",
         *,
         run_dir: str | Path | None = None,
-        checkpoint_every: int = 100,
+        checkpoint_every: int = 20,
         journal: bool = True,
         physical_batch_size: int | None = None,
         seed: int | None = None,
@@ -142,7 +143,12 @@ class Trainer:
             resume: go on from the run folder's last checkpoint and journal.
         """
         started = time.monotonic()
-        self._stop = False
+        try:
+            return self._fit(dataset, resume, started)
+        finally:
+            self._stop = False  # at the end: a request may come before the first step
+
+    def _fit(self, dataset: Any, resume: bool, started: float) -> FitResult:
         optimiser = self.recipe.make_optimiser(
             p for p in self.model.parameters() if p.requires_grad
         )
@@ -159,7 +165,7 @@ class Trainer:
             if resume:
                 private.resume()
             elif self._run_dir is not None:
-                if private.step or private.epsilon():
+                if private.steps_left() < private.plan.sampling.steps:
                     raise ConfigurationError(
                         f"{self._run_dir} holds a run already",
                         "resume it, or give this run a folder of its own",
@@ -198,6 +204,8 @@ class Trainer:
         with self.reproducible_forward(device) as seed_step:
             seeded = -1
             while private.steps_left():
+                if self.stop_requested():
+                    return False
                 for batch in private.loader:
                     # after the fetch, which may draw from the global generator too
                     if seeded != (seeded := private.step):
@@ -211,7 +219,7 @@ class Trainer:
                     if private.step == seeded:
                         continue  # more of this logical batch is to come
                     self.report(private.step, total, loss)
-                    if self._stop:
+                    if self.stop_requested():
                         return private.steps_left() == 0
                     if self._run_dir and private.step % self._checkpoint_every == 0:
                         private.save()
@@ -224,7 +232,6 @@ class Trainer:
         """The per-example loss."""
         return self._loss
 
-    @property
     def stop_requested(self) -> bool:
         """Whether somebody asked to stop."""
         return self._stop
