@@ -1,15 +1,19 @@
 """Bounding what one example contributes: clip rules, and the bounded sum they give."""
 
+from collections.abc import Callable
+
+from curvedp.clipping.adaptive import AdaptiveClipping
 from curvedp.clipping.bounded import clipped_sum
 from curvedp.clipping.rules import (
     ClippingRule,
     FlatClipping,
     NormalisedClipping,
     PerLayerClipping,
-    clipping_rule,
 )
+from curvedp.errors import ConfigurationError
 
 __all__ = [
+    "AdaptiveClipping",
     "ClippingRule",
     "FlatClipping",
     "NormalisedClipping",
@@ -17,3 +21,19 @@ __all__ = [
     "clipped_sum",
     "clipping_rule",
 ]
+
+_RULES: dict[str, Callable[[float], ClippingRule]] = {
+    FlatClipping.name: FlatClipping,
+    NormalisedClipping.name: NormalisedClipping,
+    PerLayerClipping.name: PerLayerClipping,
+    AdaptiveClipping.name: AdaptiveClipping.start,
+}
+
+
+def clipping_rule(name: str, clip_norm: float) -> ClippingRule:
+    """A rule by its name, with the usual settings."""
+    if name not in _RULES:
+        raise ConfigurationError(
+            f"unknown clipping rule {name!r}", f"choose one of: {', '.join(_RULES)}"
+        )
+    return _RULES[name](clip_norm)

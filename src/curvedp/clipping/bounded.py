@@ -67,4 +67,5 @@ def clipped_sum(
         for io, weight in zip(ios, weights, strict=True):
             for name, total in io.weighted_sum(weight).items():
                 values[name] = values[name] + total
-        return ClippedSum(whitener.apply(values), rule.bound, whitener.frame, step)
+        summed = whitener.apply(values) | rule.extras(sq_norms, kept)
+        return ClippedSum(summed, rule.bound, whitener.frame, step)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,7 +33,6 @@ __all__ = [
     "FlatClipping",
     "NormalisedClipping",
     "PerLayerClipping",
-    "clipping_rule",
 ]
 
 #: Keeps the bound true after rounding; see the module's docstring.
@@ -69,6 +69,30 @@ class ClippingRule(ABC):
     def to_json(self) -> dict[str, Any]:
         """The rule as public facts, for ledgers and result files."""
         return {"rule": self.name, "clip_norm": self.bound}
+
+    def describe(self) -> str:
+        """The rule in words, for statements."""
+        return f"{self.name} clipping to {self.bound:g}"
+
+    # A rule may learn from releases: it then has a threshold, which is public state.
+
+    def first_threshold(self) -> float | None:
+        """State before the first step; None for a rule that learns nothing."""
+        return None
+
+    def at(self, threshold: float | None) -> ClippingRule:
+        """The rule at a threshold that earlier releases have led to."""
+        return self
+
+    def extras(self, sq_norms: Tensor, kept: Tensor) -> dict[str, Tensor]:
+        """Further coordinates of the sum, which ``bound`` covers too."""
+        return {}
+
+    def read(
+        self, values: Mapping[str, Tensor], expected_batch_size: float
+    ) -> tuple[Mapping[str, Tensor], float | None]:
+        """The released gradient sum and the next threshold, from a release's values."""
+        return values, None
 
 
 @dataclass(frozen=True)
@@ -117,17 +141,3 @@ class PerLayerClipping(ClippingRule):
     def weights(self, sq_norms: Tensor) -> Tensor:
         each = self.bound * SHRINK / math.sqrt(sq_norms.shape[0])
         return (each / sq_norms.sqrt()).clamp_max(1)
-
-
-_RULES: dict[str, type[ClippingRule]] = {
-    rule.name: rule for rule in (FlatClipping, NormalisedClipping, PerLayerClipping)
-}
-
-
-def clipping_rule(name: str, clip_norm: float) -> ClippingRule:
-    """A rule by its name, with the usual settings."""
-    if name not in _RULES:
-        raise ConfigurationError(
-            f"unknown clipping rule {name!r}", f"choose one of: {', '.join(_RULES)}"
-        )
-    return _RULES[name](clip_norm)

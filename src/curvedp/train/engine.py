@@ -24,7 +24,7 @@ from torch import nn
 
 from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.barrier import ClippedSum, Release
-from curvedp.clipping import clipped_sum
+from curvedp.clipping import ClippingRule, clipped_sum
 from curvedp.errors import BudgetError, LoopError
 from curvedp.layers import Coverage, Recording
 from curvedp.noise import NoiseState, RandomStreams
@@ -93,6 +93,7 @@ class Engine:
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in coverage.parameters}
         self.chain_state = chain.init(self.parameters)
+        self.threshold = plan.clipping.first_threshold()
         self._open = _Open()
 
     @property
@@ -174,7 +175,7 @@ class Engine:
         batch, recording = self.require_backward()
         part = clipped_sum(
             recording.layer_ios(),
-            self.plan.clipping,
+            self._rule(),
             self._whitener,
             parameters=self.parameters,
             present=batch.present,
@@ -204,15 +205,20 @@ class Engine:
 
     def apply(self, release: Release) -> None:
         """Move the parameters by a release, fresh or read from the journal."""
-        self.chain_state = apply_release(
+        self.chain_state, self.threshold = apply_release(
             release,
             self.parameters,
             self.optimizer,
             expected_batch_size=self.plan.sampling.expected_batch_size,
+            rule=self._rule(),
             chain=self._chain,
             state=self.chain_state,
         )
         self.step = release.step + 1
+
+    def _rule(self) -> ClippingRule:
+        """The clip rule as releases so far have made it."""
+        return self.plan.clipping.at(self.threshold)
 
     def recover(self) -> int:
         """Repeat the updates that the journal has beyond this step; how many."""

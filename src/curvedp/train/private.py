@@ -273,6 +273,7 @@ class Private:
             "step": self.step,
             "optimizer": self._engine.optimizer.state_dict(),
             "chain": self._engine.chain_state,
+            "threshold": self._engine.threshold,
         }
 
     def _load(self, state: dict[str, Any], model: dict[str, Tensor]) -> None:
@@ -285,6 +286,7 @@ class Private:
                 "build both as they were when it was stored",
             ) from error
         self._engine.chain_state = state["chain"]
+        self._engine.threshold = state["threshold"]
         self._engine.step = state["step"]
 
     def _facts(self) -> dict[str, Any]:

@@ -82,8 +82,8 @@ def make_statement(
         ),
         (
             "mechanism",
-            f"Gaussian noise {plan.noise_multiplier:g} x clip bound "
-            f"{plan.clipping.bound:g} ({plan.clipping.name} clipping)",
+            f"Gaussian noise {plan.noise_multiplier:g} x the bound; "
+            f"{plan.clipping.describe()}",
         ),
         ("accountant", plan.accountant.upper()),
     ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from curvedp.barrier import Release
+from curvedp.clipping import ClippingRule
 from curvedp.errors import ConfigurationError
 from curvedp.update.transform import Chain
 
@@ -21,19 +22,21 @@ def apply_release(
     optimizer: torch.optim.Optimizer,
     *,
     expected_batch_size: float,
+    rule: ClippingRule,
     chain: Chain,
     state: list[Any],
-) -> list[Any]:
-    """One optimiser step on ``release / B``; returns the transforms' next state.
+) -> tuple[list[Any], float | None]:
+    """One optimiser step on ``release / B``; the transforms' state, the next threshold.
 
     ``B`` is the *declared* expected batch size: the size that was drawn is private.
     Deterministic given its arguments, so replaying a stored release after a crash gives
     the same parameters to the bit.
     """
-    if release.values.keys() != parameters.keys():
+    values, threshold = rule.read(release.values, expected_batch_size)
+    if values.keys() != parameters.keys():
         raise ConfigurationError("the release is of other parameters than the model's")
     mean: Mapping[str, Tensor] = {
-        name: value / expected_batch_size for name, value in release.values.items()
+        name: value / expected_batch_size for name, value in values.items()
     }
     mean, state = chain.update(mean, state)
     for name, parameter in parameters.items():
@@ -41,4 +44,4 @@ def apply_release(
     optimizer.step()
     for parameter in parameters.values():
         parameter.grad = None  # so that one found here later came from elsewhere
-    return state
+    return state, threshold
