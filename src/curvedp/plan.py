@@ -152,6 +152,7 @@ class Plan:
         noise_multiplier: s.
         target_epsilon: what s was calibrated for; None if s was given instead.
         accountant: name of the accountant.
+        examples_per_person: K, declared, if the unit is a person; None for examples.
     """
 
     sampling: SamplingPlan
@@ -161,6 +162,7 @@ class Plan:
     noise_multiplier: float
     target_epsilon: float | None = None
     accountant: str = "pld"
+    examples_per_person: int | None = None
 
     @classmethod
     def make(
@@ -174,6 +176,7 @@ class Plan:
         relation: Relation | str | None = None,
         accountant: str = "pld",
         allow_large_delta: bool = False,
+        examples_per_person: int | None = None,
     ) -> Plan:
         """Check the settings against each other and calibrate the noise.
 
@@ -187,6 +190,7 @@ class Plan:
             relation: by default add-remove, or zero-out where the size is public.
             accountant: "pld" or "rdp".
             allow_large_delta: see ``delta``.
+            examples_per_person: declared number of slots, if the unit is a person.
         """
         chosen = _choose_relation(sampling, relation)
         _check_delta(delta, sampling, allow_large_delta)
@@ -207,7 +211,14 @@ class Plan:
                 accountant=accountant,
             )
         plan = cls(
-            sampling, clipping, chosen, delta, noise_multiplier, epsilon, accountant
+            sampling,
+            clipping,
+            chosen,
+            delta,
+            noise_multiplier,
+            epsilon,
+            accountant,
+            examples_per_person,
         )
         plan.mechanism()  # refuses an impossible multiplier now
         return plan
@@ -244,10 +255,15 @@ class Plan:
         accountant = get_accountant(self.accountant)
         return accountant.epsilon(event, self.relation, self.delta)
 
+    @property
+    def unit(self) -> str:
+        """What one epsilon protects."""
+        return "example" if self.examples_per_person is None else "person"
+
     def facts(self) -> dict[str, Any]:
         """The plan as JSON values; all of them are public."""
         facts: dict[str, Any] = {
-            "unit": "example",
+            "unit": self.unit,
             "relation": self.relation.value,
             "delta": self.delta,
             "target_epsilon": self.target_epsilon,
@@ -260,6 +276,8 @@ class Plan:
             "expected_batch_size": self.sampling.expected_batch_size,
             "accountant": self.accountant,
         }
+        if self.examples_per_person is not None:
+            facts["examples_per_person"] = self.examples_per_person
         if self.sampling.public_size is not None:
             facts["public_size"] = self.sampling.public_size
         return facts

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvedp.barrier import ClippedSum
 from curvedp.clipping.rules import ClippingRule
+from curvedp.layers.grouping import grouped
 from curvedp.layers.io import LayerIO
 from curvedp.layers.precision import exact
 from curvedp.whitening.base import Whitener
@@ -25,8 +26,9 @@ def clipped_sum(
     present: Tensor,
     step: int,
     scale: float = 1.0,
+    slots: int = 1,
 ) -> ClippedSum:
-    r"""``sum_i c_i P g_i`` over the examples that are present.
+    r"""``sum_i c_i P g_i`` over the units (examples or persons) that are present.
 
     Args:
         ios: one LayerIO for each site of the model.
@@ -34,13 +36,15 @@ def clipped_sum(
         whitener: P.
         parameters: all trained parameters. Each has an entry in the sum, also one that
             this batch did not reach: which ones it reached is private.
-        present: ``[B]``, True for real examples, False for padding.
+        present: ``[B]``, True for rows with an example, False for padding.
         step: the logical step.
         scale: what ``g_i`` are to be multiplied with first (a loss averaged over the
             physical batch has gradients that are B times too small).
+        slots: rows of one unit: 1 if the unit is the example, K if it is the person,
+            whose rows stand together and are clipped as one.
 
     Guarantees:
-        One example moves the sum by at most ``rule.bound`` in L2 norm, whatever it is.
+        One unit moves the sum by at most ``rule.bound`` in L2 norm, whatever it is.
         An example with a non-finite value anywhere, or a norm that overflows,
         contributes exactly zero, and leaves the others as they are.
     """
@@ -53,7 +57,12 @@ def clipped_sum(
         )
         for name, p in parameters.items()
     }
+    present = present.to(device)
     with exact(device):
+        if slots > 1:
+            # a slot without an example is padding, whose gradient is not zero
+            ios = [grouped(io.keep(present), slots) for io in ios]
+            present = present.reshape(-1, slots).any(1)
         sq_norms = torch.stack([whitener.sq_norms(io) for io in ios]) * scale**2
         # what a float32 cannot hold counts as non-finite
         finite = torch.isfinite(sq_norms.sum(0).float())
@@ -61,7 +70,7 @@ def clipped_sum(
             # Replaced, not weighted by zero: 0 * nan is nan and would reach everybody.
             ios = [io.keep(finite) for io in ios]
             sq_norms = torch.where(finite, sq_norms, torch.zeros_like(sq_norms))
-        kept = finite & present.to(device)
+        kept = finite & present
         weights = rule.weights(sq_norms)
         weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
         for io, weight in zip(ios, weights, strict=True):

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from curvedp.errors import DataError
+from curvedp.sampling.people import People
 from curvedp.sampling.poisson import PoissonSampler
 
 __all__ = ["PhysicalBatch", "PhysicalLoader"]
@@ -55,6 +56,8 @@ class PhysicalLoader:
         physical_batch_size: P; every batch has this many rows.
         collate: the user's collate function; None takes torch's default.
         options: further ``DataLoader`` arguments (workers, pinned memory, ...).
+        people: who the examples belong to, if the person is the unit: the sampler then
+            draws persons, and each has K rows in its physical batch.
     """
 
     def __init__(
@@ -65,11 +68,15 @@ class PhysicalLoader:
         *,
         collate: Collate | None = None,
         options: Mapping[str, Any] | None = None,
+        people: People | None = None,
     ) -> None:
         self._dataset = dataset
-        self._size = population(dataset)
+        self._people = people
+        self._size = population(dataset) if people is None else len(people)
         self._sampler = sampler
-        self._physical = physical_batch_size
+        self._slots = 1 if people is None else people.slots
+        self._units = max(1, physical_batch_size // self._slots)
+        self._physical = self._units * self._slots
         self._collate = collate
         self._options = dict(options or {})
         # A whole batch of a tensor dataset is one gather instead of P of them.
@@ -85,27 +92,55 @@ class PhysicalLoader:
         """P, the rows of every batch."""
         return self._physical
 
+    @property
+    def slots(self) -> int:
+        """Rows of one unit: K for persons, 1 for examples."""
+        return self._slots
+
     def template(self) -> Any:
         """A batch of one example, for its shapes; the values mean nothing."""
         return template_batch(self._dataset, self._collate)
 
     def steps(self, first: int, stop: int) -> Iterator[PhysicalBatch]:
         """Physical batches of the logical steps ``first, ..., stop - 1``."""
-        facts: deque[tuple[int, int, bool]] = deque()
+        facts: deque[tuple[int, Tensor, bool]] = deque()
 
         def portions() -> Iterator[list[int]]:
             for step in range(first, stop):
                 drawn = self._sampler.draw(step, self._size).tolist()
-                cut = range(0, max(1, len(drawn)), self._physical)
+                cut = range(0, max(1, len(drawn)), self._units)
                 for start in cut:
-                    part = drawn[start : start + self._physical]
-                    facts.append((step, len(part), start == cut[-1]))
-                    yield part
+                    part = drawn[start : start + self._units]
+                    rows, places = self._rows(part, step)
+                    facts.append((step, places, start == cut[-1]))
+                    yield rows
 
         for data in self._fetch(portions()):
-            step, count, completes = facts.popleft()
-            present = torch.arange(self._physical) < count
-            yield PhysicalBatch(data, present, step, completes)
+            step, places, completes = facts.popleft()
+            present = torch.zeros(self._physical, dtype=torch.bool)
+            present[places] = True
+            yield PhysicalBatch(self._placed(data, places), present, step, completes)
+
+    def _rows(self, units: list[int], step: int) -> tuple[list[int], Tensor]:
+        """Examples of the drawn units, and the rows of the batch that they go to."""
+        if self._people is None:
+            return units, torch.arange(len(units))
+        rows: list[int] = []
+        places: list[int] = []
+        for k, person in enumerate(units):
+            own = self._people.rows(person, step).tolist()
+            rows += own
+            places += range(k * self._slots, k * self._slots + len(own))
+        return rows, torch.tensor(places, dtype=torch.int64)
+
+    def _placed(self, data: Any, places: Tensor) -> Any:
+        """Move the fetched rows, which stand first, to their places."""
+        count = len(places)
+        if self._people is None or count == self._physical:
+            return data
+        order = torch.full((self._physical,), count)  # row `count` is padding: zeros
+        order[places] = torch.arange(count)
+        return tree_map(lambda x: x[order] if isinstance(x, Tensor) else x, data)
 
     def _fetch(self, portions: Iterator[list[int]]) -> Iterator[Any]:
         if self._gather:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from curvedp.errors import CoverageError, NotPrivateError
+from curvedp.errors import ConfigurationError, CoverageError, NotPrivateError
 from curvedp.layers import Synthesiser, cover, synthesiser_like
 from curvedp.noise import RandomStreams
 from curvedp.recipes import Recipe, get_recipe
+from curvedp.sampling import People
 from curvedp.train.datasets import TrainingData
 from curvedp.train.engine import Engine
 from curvedp.train.journal import Journal
@@ -35,6 +36,8 @@ def make_private(
     physical_batch_size: int | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     loader_options: Mapping[str, Any] | None = None,
+    people: Sequence[Hashable] | None = None,
+    examples_per_person: int | None = None,
     run_dir: str | Path | None = None,
     journal: bool = True,
     synthetic: Synthesiser | None = None,
@@ -61,6 +64,10 @@ def make_private(
             memory and has no influence on what is sampled or released.
         collate_fn: as for a ``DataLoader``.
         loader_options: further ``DataLoader`` arguments (``num_workers``, ...).
+        people: for every example, whose it is. The person is then the unit: persons are
+            sampled, and all that one contributes to a step is clipped together.
+            ``batch_size`` and ``sample_rate`` count persons.
+        examples_per_person: declared number of examples of one person in one step.
         run_dir: folder for ledger, journal and checkpoints. Without it the ledger is
             in memory, and a crash loses the record of what was spent.
         journal: keep every release in the run folder until the next checkpoint, so that
@@ -90,8 +97,10 @@ def make_private(
     own = {name: settings.pop(name, None) for name in ("clip_norm", "clipping")}
     chosen = chosen.configure(**own)
     plan_settings = PrivacySettings.of(settings)
-    source = TrainingData.of(dataset, collate_fn, loader_options)
-    plan = plan_settings.plan(chosen, source.size)
+    slots = examples_per_person
+    group = _people(people, slots)
+    source = TrainingData.of(dataset, collate_fn, loader_options, group)
+    plan = plan_settings.plan(chosen, source.size, slots)
     streams = RandomStreams(seed, unsafe_reproducible_noise=unsafe_reproducible_noise)
     checked_loss = None if loss is None else per_example_loss(loss)
     device = next(model.parameters()).device
@@ -133,6 +142,16 @@ def make_private(
         loss_reduction=loss_reduction,
         run_dir=folder,
     )
+
+
+def _people(ids: Sequence[Hashable] | None, slots: int | None) -> People | None:
+    if (ids is None) != (slots is None):
+        raise ConfigurationError(
+            "people and examples_per_person belong together",
+            "give an id for each example, and declare how many examples of one person "
+            "a step may use",
+        )
+    return None if ids is None or slots is None else People(ids, slots)
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch
-from curvedp.sampling import PhysicalLoader, PoissonSampler
+from curvedp.sampling import People, PhysicalLoader, PoissonSampler
 from curvedp.sampling.physical import population, template_batch
 from curvedp.train.settings import default_physical_batch_size
 
@@ -38,6 +38,7 @@ class TrainingData:
     dataset: Any
     collate: Collate | None
     options: Mapping[str, Any]
+    people: People | None = None
 
     @classmethod
     def of(
@@ -45,6 +46,7 @@ class TrainingData:
         dataset: Any,
         collate_fn: Collate | None = None,
         loader_options: Mapping[str, Any] | None = None,
+        people: People | None = None,
     ) -> TrainingData:
         """From a dataset, or from a DataLoader whose sampler is replaced."""
         options = dict(loader_options or {})
@@ -58,16 +60,18 @@ class TrainingData:
             )
         collate_fn = options.pop("collate_fn", None) or collate_fn
         if not isinstance(dataset, DataLoader):
-            return cls(dataset, collate_fn, options)
+            return cls(dataset, collate_fn, options, _matching(people, dataset))
         _refuse_sampler(dataset)
         if collate_fn is None and dataset.collate_fn is not default_collate:
             collate_fn = dataset.collate_fn
-        return cls(dataset.dataset, collate_fn, {**_options(dataset), **options})
+        options = {**_options(dataset), **options}
+        dataset = dataset.dataset
+        return cls(dataset, collate_fn, options, _matching(people, dataset))
 
     @property
     def size(self) -> int:
-        """Number of examples. Public or private as the relation says."""
-        return population(self.dataset)
+        """Number of units. Public or private as the relation says."""
+        return population(self.dataset) if self.people is None else len(self.people)
 
     def template(self, device: torch.device, *, with_targets: bool) -> Batch:
         """Shapes of inputs and targets: a pair by convention, or inputs alone."""
@@ -91,20 +95,36 @@ class TrainingData:
         """Physical batches of what the sampler draws."""
         size = physical_batch_size
         if size is None:
-            size = default_physical_batch_size(expected_batch_size)
+            slots = 1 if self.people is None else self.people.slots
+            size = default_physical_batch_size(expected_batch_size * slots)
+            size = max(size, slots)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigurationError(
                 f"physical_batch_size must be a whole number from 1 on, not {size!r}",
                 "choose what fits into memory; the result does not depend on it",
             )
         return PhysicalLoader(
-            self.dataset, sampler, size, collate=self.collate, options=self.options
+            self.dataset,
+            sampler,
+            size,
+            collate=self.collate,
+            options=self.options,
+            people=self.people,
         )
 
 
 def moved(batch: Any, device: torch.device) -> Any:
     """The same structure with its tensors on a device."""
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+
+
+def _matching(people: People | None, dataset: Any) -> People | None:
+    if people is not None and people.examples != population(dataset):
+        raise ConfigurationError(
+            "people does not have one id for each example of the dataset",
+            "give as many ids as there are examples, in the dataset's order",
+        )
+    return people
 
 
 def _refuse_sampler(loader: DataLoader[Any]) -> None:

@@ -181,6 +181,7 @@ class Engine:
             present=batch.present,
             step=batch.step,
             scale=scale,
+            slots=self._loader.slots,
         )
         pending = self._open.pending
         merged = part if pending is None else pending.merge(part)

@@ -32,6 +32,7 @@ def open_ledger(
         target_epsilon=plan.target_epsilon,
         planned_steps=plan.sampling.steps,
         accountant=plan.accountant,
+        unit=plan.unit,
         notes=tuple(notes),
         facts={
             "curvedp": __version__,

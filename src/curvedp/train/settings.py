@@ -72,8 +72,10 @@ class PrivacySettings:
             epochs=self.epochs,
         )
 
-    def plan(self, recipe: Recipe, size: int) -> Plan:
-        """The whole plan of a private recipe."""
+    def plan(
+        self, recipe: Recipe, size: int, examples_per_person: int | None = None
+    ) -> Plan:
+        """The whole plan of a private recipe; ``size`` counts units."""
         return Plan.make(
             self.sampling(size),
             recipe.clipping_rule(),
@@ -83,6 +85,7 @@ class PrivacySettings:
             relation=self.relation,
             accountant=self.accountant,
             allow_large_delta=self.allow_large_delta,
+            examples_per_person=examples_per_person,
         )
 
 

@@ -73,7 +73,7 @@ def make_statement(
             f"epsilon {_text(spent)} for {ledger.count()} of {sampling.steps} planned "
             "steps (if that number was fixed beforehand)",
         ),
-        ("unit", "one example"),
+        ("unit", _unit(plan)),
         ("relation", _RELATIONS[plan.relation]),
         (
             "sampling",
@@ -123,6 +123,15 @@ def make_statement(
         "curvedp": __version__,
     }
     return Statement(facts, tuple(lines), tuple(caveats), title)
+
+
+def _unit(plan: Plan) -> str:
+    if plan.examples_per_person is None:
+        return "one example"
+    return (
+        f"one person, with all examples (at most {plan.examples_per_person} of them in "
+        "a step); examples below stands for persons"
+    )
 
 
 def _if_accountable(epsilon: Callable[[], float]) -> float | None:

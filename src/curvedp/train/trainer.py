@@ -12,7 +12,7 @@ privacy logic of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +91,8 @@ class Trainer:
             private quantity that nobody paid for; the ledger notes it.
         on_progress: called after every logical step.
         collate_fn: as for a ``DataLoader``.
+        people: for every example, whose it is, if the person is the unit.
+        examples_per_person: declared number of examples of a person in a step.
         loader_options: further ``DataLoader`` arguments.
         **settings: privacy settings, as for :func:`curvedp.make_private`.
     """
@@ -110,6 +112,8 @@ class Trainer:
         show_private_training_loss: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        people: Sequence[Hashable] | None = None,
+        examples_per_person: int | None = None,
         loader_options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
@@ -128,6 +132,8 @@ class Trainer:
         self._show_loss = show_private_training_loss
         self._on_progress = on_progress or (lambda _: None)
         self._collate = collate_fn
+        self._people = people
+        self._slots = examples_per_person
         self._loader_options = loader_options
         self._stop = False
 
@@ -190,6 +196,8 @@ class Trainer:
             seed=self._streams.seed,
             unsafe_reproducible_noise=self._unsafe,
             collate_fn=self._collate,
+            people=self._people,
+            examples_per_person=self._slots,
             loader_options=self._loader_options,
             **self._given,
         )
