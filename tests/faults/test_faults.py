@@ -248,7 +248,7 @@ FAULTS = [
     Fault(
         "loop: skipped batch",
         checks.skipped_batch_is_refused,
-        (Patch(Engine.batches, "self._open.batch is not None", "False"),),
+        (Patch(Engine._take_in, "if batch is None:", "if True:"),),
     ),
     Fault(
         "loop: two passes",

@@ -208,6 +208,79 @@ def test_two_passes_over_one_batch_are_refused():
         break
 
 
+def test_gradient_accumulation_in_the_loop():
+    expected = train(attach(examples(), small_net(), rate=0.9, physical_batch_size=4))
+    private = attach(examples(), small_net(), rate=0.9, physical_batch_size=4)
+    portions = 0
+    for x, y in private.loader:
+        private.loss(private.model(x), y).backward()
+        portions += 1
+        if private.batch_is_whole:
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+    assert portions > private.step == 4
+    assert torch.equal(parameters(private.model), expected)
+
+
+def test_a_whole_batch_must_be_stepped():
+    private = attach(examples(), rate=0.9, physical_batch_size=4)
+
+    def never_step():
+        for x, y in private.loader:
+            private.loss(private.model(x), y).backward()
+
+    with pytest.raises(LoopError, match="is whole and never went"):
+        never_step()
+
+
+def test_private_discriminator_and_public_generator():
+    """GAN-style: the generator sees private data only through released weights."""
+    torch.manual_seed(0)
+
+    class Critic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, both):  # [B, 2, 4]: a real example beside a generated one
+            return self.net(both).squeeze(-1)
+
+    def loss(scores, _):
+        return F.softplus(-scores[:, 0]) + F.softplus(scores[:, 1])
+
+    critic, generator = Critic(), nn.Linear(2, 4)
+    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    generator_optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
+    x, y = examples().tensors
+    private = make_private(
+        critic,
+        critic_optimizer,
+        TensorDataset(x[:, None].repeat(1, 2, 1), y),
+        loss=loss,
+        noise_multiplier=1.0,
+        sample_rate=0.5,
+        steps=5,
+        expected_batch_size=12,
+        physical_batch_size=24,
+    )
+    before = parameters(generator), parameters(critic)
+    for both, targets in private.loader:
+        private.optimizer.zero_grad()
+        with torch.no_grad():
+            fake = generator(torch.randn(len(both), 2))
+        both = torch.stack([both[:, 0], fake], 1)
+        private.loss(private.model(both), targets).backward()
+        private.optimizer.step()
+
+        generator_optimizer.zero_grad()
+        fake = generator(torch.randn(16, 2))
+        F.softplus(-critic.net(fake)).mean().backward()
+        generator_optimizer.step()
+    assert private.step == 5
+    assert not torch.equal(before[0], parameters(generator))
+    assert not torch.equal(before[1], parameters(critic))
+
+
 def test_penalties_on_weights_are_refused_not_dropped():
     private = attach(examples())
     for x, y in private.loader:

@@ -58,7 +58,7 @@ def clipped(dataset, people, slots, model, **options):
     engine = private._engine
     for x, y in private.loader:
         private.loss(private.model(x), y).backward()
-        if engine.accumulate(private._scale()):
+        if engine.accumulate():
             break
     values = engine._open.pending.values
     return torch.cat([values[n].flatten() for n, _ in model.named_parameters()])

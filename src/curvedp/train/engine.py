@@ -15,7 +15,7 @@ again. A crash after 4 costs nothing: the journal repeats the update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,10 @@ class Engine:
         ledger: where steps are paid.
         loader: draws and cuts the batches.
         journal: where releases are kept, or None.
+
+    Attributes:
+        step: logical steps made.
+        threshold: of an adaptive clip rule; None for others.
     """
 
     def __init__(
@@ -95,6 +99,14 @@ class Engine:
         self.chain_state = chain.init(self.parameters)
         self.threshold = plan.clipping.first_threshold()
         self._open = _Open()
+        self._scale: Callable[[], float] = lambda: 1.0
+
+    def set_scale(self, scale: Callable[[], float]) -> None:
+        """What the loss's gradients are to be multiplied with, asked at each batch.
+
+        So that they are those of the per-example losses.
+        """
+        self._scale = scale
 
     @property
     def steps_left(self) -> int:
@@ -116,16 +128,39 @@ class Engine:
         self._open = _Open()  # a batch that an earlier loop left behind is not released
         stop = self.step + min(steps, self.steps_left)
         for batch in self._loader.steps(self.step, stop):
-            if self._open.batch is not None:
-                raise LoopError(
-                    f"a batch of step {self._open.batch.step} was taken from the "
-                    "loader and never went through optimizer.step(): skipping a batch "
-                    "for what is in it is a release that nobody paid for",
-                    "call loss.backward() and optimizer.step() for every batch",
-                )
+            self._take_in()
             self._open.batch = batch
             self._open.recording = None
             yield batch
+
+    def _take_in(self) -> None:
+        """Accumulate a portion that the loop left without ``optimizer.step()``.
+
+        Gradient accumulation: the step may wait until the logical batch is whole, but
+        no longer, and no portion may be left out.
+        """
+        batch, recording = self._open.batch, self._open.recording
+        if batch is None:
+            return
+        if recording is None or not recording.reached:
+            raise LoopError(
+                f"a batch of step {batch.step} was taken from the loader and never "
+                "went through loss.backward(): skipping a batch for what is in it is a "
+                "release that nobody paid for",
+                "call loss.backward() for every batch",
+            )
+        if batch.completes:
+            raise LoopError(
+                f"the logical batch of step {batch.step} is whole and never went "
+                "through optimizer.step()",
+                "call optimizer.step() for every batch, or when private.batch_is_whole",
+            )
+        self.accumulate()
+
+    @property
+    def batch_is_whole(self) -> bool:
+        """Whether the batch in hand is the last portion of its logical batch."""
+        return self._open.batch is not None and self._open.batch.completes
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A recorded forward pass over the open batch."""
@@ -165,13 +200,8 @@ class Engine:
             )
         return batch, recording
 
-    def accumulate(self, scale: float = 1.0) -> bool:
-        """Clip what the backward pass brought; True when the logical batch is whole.
-
-        Args:
-            scale: what the loss's gradients are to be multiplied with to be those of
-                the per-example losses.
-        """
+    def accumulate(self) -> bool:
+        """Clip what the backward pass brought; True when the logical batch is whole."""
         batch, recording = self.require_backward()
         part = clipped_sum(
             recording.layer_ios(),
@@ -180,7 +210,7 @@ class Engine:
             parameters=self.parameters,
             present=batch.present,
             step=batch.step,
-            scale=scale,
+            scale=self._scale(),
             slots=self._loader.slots,
         )
         pending = self._open.pending

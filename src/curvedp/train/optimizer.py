@@ -6,7 +6,6 @@ its ``param_groups`` and ``state`` *are* those of the user's optimiser.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,11 +23,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     accumulates; then it releases and lets the user's optimiser step.
     """
 
-    def __init__(self, engine: Engine, scale: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine) -> None:
         # Deliberately without Optimizer.__init__: it would make parameter groups of its
         # own, and they would part from those that the inner optimiser uses.
         self._engine = engine
-        self._scale = scale
         self._learning_rates = self._current_rates()
 
     @property
@@ -68,7 +66,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "wrap it: scheduler = private.schedule(scheduler); its step() then "
                 "counts logical steps",
             )
-        if self._engine.accumulate(self._scale()):
+        if self._engine.accumulate():
             self._engine.release()
         self._learning_rates = rates
 

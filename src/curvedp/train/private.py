@@ -140,7 +140,8 @@ class Private:
         self._run_dir = run_dir
         self.plan: Plan = engine.plan
         self.model = PrivateModel(engine)
-        self.optimizer = PrivateOptimizer(engine, self._scale)
+        engine.set_scale(self._scale)
+        self.optimizer = PrivateOptimizer(engine)
         self.loader = PrivateLoader(engine)
 
     # -- in the loop ------------------------------------------------------------------
@@ -167,6 +168,15 @@ class Private:
         self._loss_used = False
         mean = self._reduction == "mean"
         return float(self._engine.physical_batch_size) if mean else 1.0
+
+    @property
+    def batch_is_whole(self) -> bool:
+        """Whether the batch in hand completes its logical batch.
+
+        For loops that accumulate: ``if private.batch_is_whole: optimizer.step()``. How
+        many portions a logical batch has is private; do not log it.
+        """
+        return self._engine.batch_is_whole
 
     def schedule(self, scheduler: Any) -> LogicalScheduler:
         """Make a torch scheduler count logical steps instead of physical batches."""
