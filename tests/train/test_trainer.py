@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from curvedp import Trainer
 from curvedp.accounting import read_ledger
 from curvedp.errors import CheckpointError, ConfigurationError, CurvedpError
-from curvedp.train import evaluate, per_example_loss
+from curvedp.train import (
+    CsvLog,
+    EarlyStopping,
+    TensorBoardLog,
+    evaluate,
+    per_example_loss,
+)
 from curvedp.train.engine import Engine
 
 from ..faults.cases import examples, parameters
@@ -127,9 +134,9 @@ def stopped_and_resumed(folder, stops):
     finished, resume = False, False
     while not finished:
         run = trainer(run_dir=folder)
-        run._on_progress = lambda p, r=run: (
-            r.request_stop() if p.step - 1 in stops else None
-        )
+        run._observers = [
+            lambda p, r=run: r.request_stop() if p.step - 1 in stops else None
+        ]
         finished = run.fit(examples(), resume=resume).finished
         resume = True
     return run
@@ -301,6 +308,42 @@ def test_files_hold_no_secret_and_no_pickle(tmp_path):
         if path.is_file():
             assert path.suffix in {".json", ".jsonl", ".safetensors"}
             assert b"987654321" not in path.read_bytes()
+
+
+def test_logs_hold_public_quantities_only(tmp_path):
+    path = tmp_path / "logs" / "run.csv"
+    seen = []
+    trainer(
+        steps=3,
+        on_progress=[CsvLog(path), seen.append],
+        show_private_training_loss=True,
+    ).fit(examples())
+    lines = path.read_text().splitlines()
+    assert lines == ["step,steps,learning_rate", "1,3,0.1", "2,3,0.1", "3,3,0.1"]
+    assert all(p.private_loss is not None for p in seen)  # shown, and yet not logged
+
+
+def test_tensorboard_is_optional(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigurationError, match="tensorboard"):
+        TensorBoardLog(tmp_path)
+
+
+def test_early_stopping_on_public_data():
+    stopping = EarlyStopping(examples(12, seed=9), metric="loss", every=1, patience=2)
+    result = trainer(steps=STEPS, learning_rate=0.0, early_stopping=stopping).fit(
+        examples()
+    )
+    # with a rate of zero the first look is the best one
+    assert result.stopped_early
+    assert result.steps == 3
+    assert any("declared public" in n for n in result.statement.facts["notes"])
+    # the statement claims the planned epsilon, not that of three steps
+    whole = trainer(steps=STEPS).fit(examples()).statement.facts
+    assert result.statement.facts["epsilon"] == whole["epsilon"]
+    assert result.statement.facts["epsilon_spent"] < whole["epsilon"]
+    with pytest.raises(ConfigurationError, match="patience"):
+        EarlyStopping(examples(), patience=0)
 
 
 def test_the_global_random_state_is_left_alone():

@@ -3,6 +3,7 @@
 from curvedp.train.attach import make_private
 from curvedp.train.losses import LOSSES, per_example_loss
 from curvedp.train.metrics import METRICS, evaluate, predict
+from curvedp.train.observers import CsvLog, EarlyStopping, TensorBoardLog
 from curvedp.train.private import Private
 from curvedp.train.signals import stop_on_signals
 from curvedp.train.statement import Statement
@@ -11,10 +12,13 @@ from curvedp.train.trainer import FitResult, Progress, Trainer
 __all__ = [
     "LOSSES",
     "METRICS",
+    "CsvLog",
+    "EarlyStopping",
     "FitResult",
     "Private",
     "Progress",
     "Statement",
+    "TensorBoardLog",
     "Trainer",
     "evaluate",
     "make_private",

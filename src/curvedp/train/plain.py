@@ -46,7 +46,8 @@ def fit_without_privacy(
             if batch.completes:
                 optimiser.step()
                 optimiser.zero_grad()
-                trainer.report(batch.step + 1, sampling.steps, total)
+                rate = optimiser.param_groups[0]["lr"]
+                trainer.report(batch.step + 1, sampling.steps, rate, total)
                 total = torch.zeros((), device=device)
                 if trainer.stop_requested():
                     return batch.step + 1

@@ -30,6 +30,7 @@ from curvedp.sampling import PhysicalLoader, PoissonSampler
 from curvedp.train.attach import make_private
 from curvedp.train.datasets import TrainingData, moved
 from curvedp.train.losses import per_example_loss
+from curvedp.train.observers import EarlyStopping, Progress
 from curvedp.train.plain import fit_without_privacy
 from curvedp.train.private import Private
 from curvedp.train.settings import PrivacySettings
@@ -37,20 +38,7 @@ from curvedp.train.statement import Statement
 
 __all__ = ["FitResult", "Progress", "Trainer"]
 
-
-@dataclass(frozen=True)
-class Progress:
-    """What may be shown while training: public quantities.
-
-    Attributes:
-        step: logical steps made.
-        steps: logical steps planned.
-        private_loss: mean training loss of the step, only if it was asked for.
-    """
-
-    step: int
-    steps: int
-    private_loss: float | None = None
+Observer = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
@@ -60,6 +48,7 @@ class FitResult:
     Attributes:
         steps: logical steps made.
         finished: False if it was asked to stop before.
+        stopped_early: True if a metric on public data ended it.
         seconds: of this call.
         statement: the privacy statement; None for the non-private reference.
     """
@@ -68,6 +57,7 @@ class FitResult:
     finished: bool
     seconds: float
     statement: Statement | None
+    stopped_early: bool = False
 
 
 class Trainer:
@@ -89,7 +79,9 @@ class Trainer:
         unsafe_reproducible_noise: for tests; see :func:`curvedp.make_private`.
         show_private_training_loss: pass the training loss to ``on_progress``. It is a
             private quantity that nobody paid for; the ledger notes it.
-        on_progress: called after every logical step.
+        on_progress: called after every logical step, with public quantities
+            (:class:`CsvLog`, :class:`TensorBoardLog` or a function); one or several.
+        early_stopping: ends the run by a metric on data that is declared public.
         collate_fn: as for a ``DataLoader``.
         people: for every example, whose it is, if the person is the unit.
         examples_per_person: declared number of examples of a person in a step.
@@ -110,7 +102,8 @@ class Trainer:
         seed: int | None = None,
         unsafe_reproducible_noise: int | None = None,
         show_private_training_loss: bool = False,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Observer | Sequence[Observer] = (),
+        early_stopping: EarlyStopping | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         people: Sequence[Hashable] | None = None,
         examples_per_person: int | None = None,
@@ -130,7 +123,8 @@ class Trainer:
         self._streams = RandomStreams(seed)
         self._unsafe = unsafe_reproducible_noise
         self._show_loss = show_private_training_loss
-        self._on_progress = on_progress or (lambda _: None)
+        self._observers = [on_progress] if callable(on_progress) else [*on_progress]
+        self._early_stopping = early_stopping
         self._collate = collate_fn
         self._people = people
         self._slots = examples_per_person
@@ -178,10 +172,18 @@ class Trainer:
                     )
                 private.save()
             finished = self._run(private)
+            early = not finished and not self.stop_requested()
+            if early:
+                private.note(
+                    "stopped early by a metric on data that is declared public; the "
+                    "planned epsilon holds"
+                )
             if self._run_dir is not None:
                 private.save()
             seconds = time.monotonic() - started
-            return FitResult(private.step, finished, seconds, private.statement())
+            return FitResult(
+                private.step, finished or early, seconds, private.statement(), early
+            )
 
     def _attach(self, optimiser: torch.optim.Optimizer, dataset: Any) -> Private:
         return make_private(
@@ -203,12 +205,13 @@ class Trainer:
         )
 
     def _run(self, private: Private) -> bool:
-        """Steps until the budget is used up (True) or a stop is asked for (False)."""
+        """Steps until the budget is used up (True), or it is to stop (False)."""
         if self._show_loss:
             private.note("the private training loss was shown while training")
         device = next(self.model.parameters()).device
         total = private.plan.sampling.steps
         private.model.train()
+        watch = self._watch()
         with self.reproducible_forward(device) as seed_step:
             seeded = -1
             while private.steps_left():
@@ -226,8 +229,9 @@ class Trainer:
                     private.optimizer.step()
                     if private.step == seeded:
                         continue  # more of this logical batch is to come
-                    self.report(private.step, total, loss)
-                    if self.stop_requested():
+                    rate = private.optimizer.param_groups[0]["lr"]
+                    self.report(private.step, total, rate, loss)
+                    if self.stop_requested() or watch(private.step):
                         return private.steps_left() == 0
                     if self._run_dir and private.step % self._checkpoint_every == 0:
                         private.save()
@@ -249,10 +253,16 @@ class Trainer:
         """The privacy settings as given."""
         return self._settings
 
-    def report(self, step: int, steps: int, loss: Tensor) -> None:
+    def _watch(self) -> Callable[[int], bool]:
+        if self._early_stopping is None:
+            return lambda _: False
+        return self._early_stopping.watcher(self.model, self._loss)
+
+    def report(self, step: int, steps: int, rate: float, loss: Tensor) -> None:
         """Tell whoever watches; the loss only if it was asked for."""
         shown = float(loss.detach()) if self._show_loss else None
-        self._on_progress(Progress(step, steps, shown))
+        for observer in self._observers:
+            observer(Progress(step, steps, float(rate), shown))
 
     def loader(self, dataset: Any, sampling: SamplingPlan) -> PhysicalLoader:
         """Batches for the non-private reference, drawn as a private run draws them."""
