@@ -112,7 +112,7 @@ class BuiltRun:
             seed=config.seed,
             unsafe_reproducible_noise=config.unsafe_reproducible_noise,
             show_private_training_loss=config.show_private_training_loss,
-            on_progress=on_progress,
+            on_progress=on_progress or (),
             **{k: v for k, v in config.privacy.items() if v is not None},
         )
 
