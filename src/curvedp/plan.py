@@ -22,7 +22,13 @@ from curvedp.accounting import (
 from curvedp.barrier import Relation
 from curvedp.clipping.rules import ClippingRule
 from curvedp.errors import ConfigurationError
-from curvedp.noise import GaussianMechanism, Mechanism, RandomStreams, Stream
+from curvedp.noise import (
+    GaussianMechanism,
+    Grid,
+    Mechanism,
+    RandomStreams,
+    SecureStreams,
+)
 from curvedp.sampling import PoissonSampler
 
 __all__ = ["Plan", "SamplingPlan"]
@@ -153,6 +159,8 @@ class Plan:
         target_epsilon: what s was calibrated for; None if s was given instead.
         accountant: name of the accountant.
         examples_per_person: K, declared, if the unit is a person; None for examples.
+        secure: noise and sampling come from a cryptographic generator, and the noise
+            stands on a grid (see ``docs/secure_noise.md``).
     """
 
     sampling: SamplingPlan
@@ -163,6 +171,7 @@ class Plan:
     target_epsilon: float | None = None
     accountant: str = "pld"
     examples_per_person: int | None = None
+    secure: bool = False
 
     @classmethod
     def make(
@@ -177,6 +186,7 @@ class Plan:
         accountant: str = "pld",
         allow_large_delta: bool = False,
         examples_per_person: int | None = None,
+        secure: bool = False,
     ) -> Plan:
         """Check the settings against each other and calibrate the noise.
 
@@ -191,6 +201,7 @@ class Plan:
             accountant: "pld" or "rdp".
             allow_large_delta: see ``delta``.
             examples_per_person: declared number of slots, if the unit is a person.
+            secure: cryptographic, float-safe noise.
         """
         chosen = _choose_relation(sampling, relation)
         _check_delta(delta, sampling, allow_large_delta)
@@ -219,6 +230,7 @@ class Plan:
             epsilon,
             accountant,
             examples_per_person,
+            secure,
         )
         plan.mechanism()  # refuses an impossible multiplier now
         return plan
@@ -226,6 +238,35 @@ class Plan:
     def mechanism(self) -> Mechanism:
         """The noise that fits the clip bound."""
         return GaussianMechanism(self.noise_multiplier, self.clipping.bound)
+
+    def streams(
+        self, seed: int | None = None, *, unsafe_reproducible_noise: int | None = None
+    ) -> RandomStreams:
+        """New random streams of the planned kind, for one process.
+
+        Raises:
+            ConfigurationError: the noise cannot be both secure and reproducible, or
+                the package that secure noise needs is not installed.
+        """
+        if not self.secure:
+            return RandomStreams(
+                seed, unsafe_reproducible_noise=unsafe_reproducible_noise
+            )
+        if unsafe_reproducible_noise is not None:
+            raise ConfigurationError(
+                "secure and unsafe_reproducible_noise exclude each other: noise that "
+                "anybody can recompute is not secure",
+                "leave one of them out",
+            )
+        return SecureStreams(seed)
+
+    @property
+    def noise_source(self) -> str:
+        """The generator of noise and sampling, and the grid of the noise."""
+        if not self.secure:
+            return "numpy Philox"
+        planned_std = self.noise_multiplier * self.clipping.bound
+        return f"AES-256-CTR, grid 2^{Grid.of(planned_std).exponent}"
 
     def sampler(
         self, streams: RandomStreams, attempt: Callable[[int], int]
@@ -237,9 +278,8 @@ class Plan:
             attempt: how often a step was paid for before. A step that is made again is
                 drawn again: two releases from one draw cost more than two events.
         """
-        return PoissonSampler(
-            self.sampling.sample_rate,
-            lambda step: streams.generator(Stream.SAMPLING, step, attempt(step)),
+        return streams.sampler(
+            self.sampling.sample_rate, lambda step: [step, attempt(step)]
         )
 
     def step_event(self) -> Event:
@@ -275,6 +315,7 @@ class Plan:
             "epoch_steps": self.sampling.epoch_steps,
             "expected_batch_size": self.sampling.expected_batch_size,
             "accountant": self.accountant,
+            "noise_source": self.noise_source,
         }
         if self.examples_per_person is not None:
             facts["examples_per_person"] = self.examples_per_person

@@ -3,6 +3,9 @@
 Everything is written beside its place, forced to disk, and then renamed, so that a
 crash or a full disk leaves what was there before. Errors of the operating system
 become a :class:`StorageError` that names the file and the way out.
+
+What a killed process leaves behind has a name with a dot in front: nobody reads it, and
+whoever owns the folder clears it away (:func:`clear_leftovers`).
 """
 
 from __future__ import annotations
@@ -20,12 +23,18 @@ from curvedp.errors import StorageError
 
 __all__ = [
     "as_storage_error",
+    "clear_leftovers",
+    "make_folder",
     "read_json",
+    "remove_folder",
     "sync_folder",
     "write_atomically",
     "write_folder_atomically",
     "write_json",
 ]
+
+
+_ASIDE = ".replaced"
 
 
 @contextmanager
@@ -56,8 +65,9 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary file, then put it in place of ``path``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with as_storage_error(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         try:
+            _clear_after_the_dead(path)
             write(temporary)
             _sync_file(temporary)
             os.replace(temporary, path)
@@ -69,11 +79,14 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary folder, then rename it to ``path``.
 
-    A folder that is there already is replaced.
+    A folder that is there already is replaced: it is put aside, and removed when the
+    new one is in its place. After a crash between these renames
+    :func:`clear_leftovers` brings it back.
     """
+    aside = _aside(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with as_storage_error(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
@@ -82,11 +95,58 @@ def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
                 _sync_file(file)
             sync_folder(temporary)
             if path.exists():
-                shutil.rmtree(path)
-            os.replace(temporary, path)
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(path, aside)
+            try:
+                os.replace(temporary, path)
+            except BaseException:
+                if aside.exists():
+                    os.replace(aside, path)
+                raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         sync_folder(path.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder at once for whoever looks: renamed first, then emptied."""
+    gone = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with as_storage_error(path, "remove"):
+        shutil.rmtree(gone, ignore_errors=True)
+        os.replace(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path, pattern: str = "*") -> None:
+    """Tidy up after a process that was killed while it wrote into ``folder``.
+
+    Only for whoever owns the folder, such as the holder of a run's lock: what another
+    process is writing would be taken away from it.
+    """
+    if not folder.is_dir():
+        return
+    with as_storage_error(folder, "tidy"):
+        for aside in folder.glob(f".{pattern}{_ASIDE}"):
+            path = aside.with_name(aside.name.removeprefix(".").removesuffix(_ASIDE))
+            if path.exists():
+                shutil.rmtree(aside, ignore_errors=True)
+            else:  # killed between the two renames
+                os.replace(aside, path)
+                sync_folder(folder)
+        for left in folder.glob(f".{pattern}.tmp"):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, and force their names to disk."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        sync_folder(made.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -110,6 +170,30 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_ASIDE}")
+
+
+def _clear_after_the_dead(path: Path) -> None:
+    """Remove what processes that are gone left of ``path``; others are let alone."""
+    if os.name != "posix":
+        return  # elsewhere os.kill does not ask, it kills
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
+        owner = left.name.removesuffix(".tmp").rsplit(".", 1)[-1]
+        if owner.isdecimal() and not _lives(int(owner)):
+            left.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is somebody else's
+        return True
+    return True
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -49,6 +49,23 @@ def paid(path):
     return path
 
 
+@pytest.fixture(params=[1, 2], ids=["version 1", "version 2"])
+def either(paid, request):
+    """The same ledger as each version writes it."""
+    if request.param == 1:
+        unchain(paid)
+    return paid
+
+
+def unchain(path):
+    """Rewrite a ledger as version 1 wrote it: without the chain."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        del line["chain"]
+    lines[0]["version"] = 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def lines_of(path):
     return path.read_bytes().splitlines(keepends=True)
 
@@ -95,10 +112,11 @@ def test_epsilon_uses_relation_delta_and_accountant_of_the_header(path):
 
 def test_the_file_is_plain_json_lines_without_private_quantities(paid):
     header, *rest = [json.loads(line) for line in lines_of(paid)]
-    assert header["kind"] == "curvedp-ledger" and header["version"] == 1
+    assert header["kind"] == "curvedp-ledger" and header["version"] == 2
     assert header["relation"] == "add-remove" and header["unit"] == "example"
     assert header["facts"] == {"recipe": "dp-sgd"}
-    assert [set(r) for r in rest] == [{"seq", "step", "attempt", "event", "time"}] * 4
+    fields = {"seq", "step", "attempt", "event", "time", "chain"}
+    assert [set(r) for r in rest] == [fields] * 4
     # Finer times would tell how long a step took, and so how many examples it had.
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:00\+00:00", r["time"]) for r in rest)
 
@@ -239,14 +257,15 @@ def test_a_whole_last_line_without_newline_still_counts(paid):
         (3, lambda text: ""),
         (3, lambda text: text + text),
         (5, lambda text: text.replace('"seq": 4', '"seq": 4,,')),
-        (1, lambda text: text.replace('"version": 1', '"version": 2')),
+        (1, lambda text: re.sub('"version": .', '"version": 3', text)),
         (1, lambda text: text.replace('"run_id"', '"id"')),
         (1, lambda text: text.replace("add-remove", "none")),
         (1, lambda text: text.replace("1e-05", "2")),
         (1, lambda text: text.replace('"pld"', '"gdp"')),
     ],
 )
-def test_edits_are_found_and_located(paid, open_it, line, edit):
+def test_edits_are_found_and_located(either, open_it, line, edit):
+    paid = either
     lines = paid.read_text().splitlines(keepends=True)
     changed = edit(lines[line - 1])
     assert changed != lines[line - 1]
@@ -255,7 +274,7 @@ def test_edits_are_found_and_located(paid, open_it, line, edit):
     before = paid.read_bytes()
     with pytest.raises(LedgerError, match=re.escape(str(paid))) as caught:
         open_it(paid)
-    if '"version": 2' not in changed:
+    if '"version": 3' not in changed:
         # a doubled line is found at the second copy
         assert f"line {line + (changed.count(chr(10)) == 2)}" in str(caught.value)
     assert paid.read_bytes() == before
@@ -461,7 +480,8 @@ def test_facts_must_be_json(path):
     assert os.listdir(path.parent) == []
 
 
-def test_unknown_keys_leave_room_for_later_versions(paid):
+def test_unknown_keys_in_version_1_are_let_through(paid):
+    unchain(paid)
     lines = paid.read_text().splitlines()
     entry = json.loads(lines[1]) | {"hash": "abc"}
     lines[1] = json.dumps(entry)

@@ -87,6 +87,7 @@ class Ledger(LedgerRecord):
 
     def __init__(self, record: LedgerRecord, descriptor: int, size: int) -> None:
         super().__init__(record.path, record.header, record.torn)
+        self.chained, self._chains = record.chained, record._chains
         self._payments, self._notes = record._payments, record._notes
         self._attempts = record._attempts
         self._descriptor: int | None = descriptor
@@ -101,7 +102,7 @@ class Ledger(LedgerRecord):
             StorageError: it could not be written.
         """
         target = Path(path)
-        line = dump_lines([header])
+        line, chains = dump_lines([header])
         draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
             descriptor = os.open(draft, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644)
@@ -119,7 +120,9 @@ class Ledger(LedgerRecord):
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(draft)
-        return cls(LedgerRecord(target, header), descriptor, len(line))
+        record = LedgerRecord(target, header)
+        record.chained, record._chains = True, chains
+        return cls(record, descriptor, len(line))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Ledger:
@@ -207,7 +210,7 @@ class Ledger(LedgerRecord):
 
     def _append(self, entry: Payment | Note) -> None:
         descriptor = self._checked_descriptor()
-        line = dump_lines([entry])
+        line, chains = dump_lines([entry], self._chains[-1] if self.chained else None)
         try:
             _write(descriptor, line)
         except OSError as error:
@@ -217,6 +220,7 @@ class Ledger(LedgerRecord):
             self._roll_back(descriptor)
             raise
         self._size += len(line)
+        self._chains += chains
         self._add(entry)
 
     def _roll_back(self, descriptor: int) -> None:

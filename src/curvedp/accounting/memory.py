@@ -47,7 +47,7 @@ class MemoryLedger(LedgerRecord):
 
     def to_text(self) -> str:
         """The lines that a file would have."""
-        return dump_lines([self.header, *self._entries]).decode()
+        return dump_lines([self.header, *self._entries])[0].decode()
 
     def absorb(self, text: str) -> None:
         """Take over the payments of a stored ledger that this one does not have yet.

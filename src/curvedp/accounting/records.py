@@ -2,10 +2,14 @@
 
 Everything here is read from the file alone, so that anybody can recompute epsilon
 without the training code. Writing is in :mod:`curvedp.accounting.ledger`.
+
+Since version 2 the lines are chained: each carries the SHA-256 of the line before it
+and of itself, so that an edited, removed, inserted or moved line is found.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +31,8 @@ from curvedp.errors import ConfigurationError, CurvedpError, LedgerError
 __all__ = ["LedgerHeader", "LedgerRecord", "Note", "Payment", "parse_ledger"]
 
 KIND = "curvedp-ledger"
-VERSION = 1
+VERSION = 2
+_UNCHAINED = 1  # still read, and continued as it is
 
 _ALWAYS_PRIVATE = frozenset(
     {"loss", "train_loss", "batch_count", "batch_counts", "clip_fraction", "grad_norm"}
@@ -155,6 +160,7 @@ class LedgerRecord:
         header: the run's promise.
         torn: why the last line was left out, or None. It was being written when the
             run stopped, so its noise had not been drawn and nothing was spent on it.
+        chained: whether its lines carry a chain of checksums (since version 2).
     """
 
     def __init__(
@@ -163,6 +169,8 @@ class LedgerRecord:
         self.path = path
         self.header = header
         self.torn = torn
+        self.chained = False
+        self._chains: list[str] = []  # of the header, then of every line
         self._payments: list[Payment] = []
         self._notes: list[Note] = []
         self._attempts: dict[int, int] = {}
@@ -209,6 +217,17 @@ class LedgerRecord:
         chosen = get_accountant(accountant or self.header.accountant)
         return chosen.epsilon(self.event(), self.header.relation, self.header.delta)
 
+    def head(self) -> tuple[int, str] | None:
+        """``seq`` and chain of the last line (0: the header); None if not chained."""
+        return (len(self._chains) - 1, self._chains[-1]) if self._chains else None
+
+    def has_head(self, seq: int, chain: str) -> bool:
+        """Whether this ledger is the one that once had that head, or goes on from it.
+
+        A ledger that was cut short, or rewritten before that line, is not.
+        """
+        return 0 <= seq < len(self._chains) and self._chains[seq] == chain
+
     def _next_seq(self) -> int:
         # The header is line 1, so the line of ``seq`` k is line k + 1.
         return len(self._payments) + len(self._notes) + 1
@@ -249,7 +268,7 @@ def parse_ledger(path: Path, content: bytes) -> tuple[LedgerRecord, int]:
     if not lines:
         # A header is renamed into place whole, so half of one is not ours.
         raise _foreign(path, "its first line does not end")
-    record = LedgerRecord(path, _parse_header(path, lines[0]))
+    record = _parse_header(path, lines[0])
     for number, line in enumerate(lines[1:], start=2):
         _parse_line(record, line, number)
     if not tail:
@@ -263,31 +282,36 @@ def parse_ledger(path: Path, content: bytes) -> tuple[LedgerRecord, int]:
     return record, len(content)
 
 
-def _parse_header(path: Path, line: bytes) -> LedgerHeader:
+def _parse_header(path: Path, line: bytes) -> LedgerRecord:
     try:
         data = json.loads(line)
     except ValueError:
         raise _foreign(path, "its first line is not JSON") from None
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise _foreign(path, f"its first line does not say kind {KIND!r}")
-    if data.get("version") != VERSION:
+    if data.get("version") not in (_UNCHAINED, VERSION):
         raise LedgerError(
             f"{path} is a ledger of version {data.get('version')!r}, and this reads "
-            f"version {VERSION}",
+            f"versions {_UNCHAINED} and {VERSION}",
             "read it with the version of curvedp that wrote it",
         )
     try:
-        return LedgerHeader.from_json(data)
+        record = LedgerRecord(path, LedgerHeader.from_json(data))
+        record.chained = data["version"] != _UNCHAINED
+        _check_chain(record, data)
+        return record
     except KeyError as error:
         raise LedgerError(f"{path}, line 1: the header has no {error}") from None
     except (CurvedpError, TypeError, ValueError) as error:
-        raise LedgerError(f"{path}, line 1: {error}") from error
+        raise _damaged(path, 1, error) from error
 
 
 def _parse_line(record: LedgerRecord, line: bytes, number: int) -> None:
     try:
         data = json.loads(line)
-        # Unknown keys are let through: later versions may chain lines by hashes.
+        if not isinstance(data, dict):
+            raise LedgerError("it is no JSON object")
+        _check_chain(record, data)
         if "note" in data:
             record._add(
                 Note(_whole(data, "seq"), str(data["note"]), data.get("time", ""))
@@ -303,12 +327,38 @@ def _parse_line(record: LedgerRecord, line: bytes, number: int) -> None:
             )
         )
     except (CurvedpError, TypeError, ValueError) as error:
-        problem = getattr(error, "problem", str(error))
+        raise _damaged(record.path, number, error) from error
+
+
+def _check_chain(record: LedgerRecord, data: Mapping[str, Any]) -> None:
+    """The line follows from those before it, and is as it was written."""
+    if not record.chained:
+        if "chain" in data:
+            raise LedgerError("it has a chain, and a ledger of version 1 has none")
+        return
+    content = {name: value for name, value in data.items() if name != "chain"}
+    due = chain_of(content, record._chains[-1] if record._chains else "")
+    if data.get("chain") != due:
         raise LedgerError(
-            f"{record.path}, line {number}: {problem}",
-            "the ledger was changed or damaged, and no epsilon can be computed from "
-            "it; restore it from a copy",
-        ) from error
+            "its chain does not fit: this line was edited, or a line before it was "
+            "removed, inserted or moved"
+        )
+    record._chains.append(due)
+
+
+def chain_of(content: Mapping[str, Any], previous: str) -> str:
+    """SHA-256 of the previous line's chain and this line's canonical JSON."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256((previous + text).encode()).hexdigest()
+
+
+def _damaged(path: Path, number: int, error: Exception) -> LedgerError:
+    problem = getattr(error, "problem", str(error))
+    return LedgerError(
+        f"{path}, line {number}: {problem}",
+        "the ledger was changed or damaged, and no epsilon can be computed from "
+        "it; restore it from a copy",
+    )
 
 
 def _whole(data: Mapping[str, Any], name: str) -> int:
@@ -324,13 +374,31 @@ def _foreign(path: Path, why: str) -> LedgerError:
     )
 
 
-def dump_lines(entries: Iterable[LedgerHeader | Payment | Note]) -> bytes:
-    """The entries as lines of the file."""
+def dump_lines(
+    entries: Iterable[LedgerHeader | Payment | Note], previous: str | None = ""
+) -> tuple[bytes, list[str]]:
+    """The entries as lines of the file.
+
+    Args:
+        entries: what the lines say.
+        previous: the chain of the line before them; empty before the header, None in a
+            ledger without a chain.
+
+    Returns:
+        The lines, and the chain of each of them.
+    """
+    lines, chains = [], []
     try:
-        lines = [json.dumps(e.to_json(), allow_nan=False) + "\n" for e in entries]
+        for entry in entries:
+            content = entry.to_json()
+            if previous is not None:
+                previous = chain_of(content, previous)
+                content["chain"] = previous
+                chains.append(previous)
+            lines.append(json.dumps(content, allow_nan=False) + "\n")
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"not a JSON value in the ledger: {error}",
             "facts and events are numbers, strings, lists and objects of these",
         ) from None
-    return "".join(lines).encode()
+    return "".join(lines).encode(), chains

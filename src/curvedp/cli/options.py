@@ -69,6 +69,15 @@ _OPTIONS: dict[str, Any] = {
         ),
     ],
     "accountant": Annotated[str | None, _option(_PRIVACY, "pld or rdp.", shown="pld")],
+    "secure": Annotated[
+        bool,
+        _option(
+            _PRIVACY,
+            "AES-256-CTR noise on a grid; needs curvedp[secure].",
+            "--secure-noise",
+            shown=False,
+        ),
+    ],
     "batch_size": Annotated[
         int | None,
         _option(_SAMPLING, "With --epochs; the size is then public.", shown="256"),
@@ -134,7 +143,7 @@ _OPTIONS: dict[str, Any] = {
 _PRIVACY_KEYS = (
     "epsilon", "noise_multiplier", "delta", "relation", "accountant",
     "allow_large_delta", "batch_size", "epochs", "sample_rate", "steps",
-    "expected_batch_size",
+    "expected_batch_size", "secure",
 )  # fmt: skip
 _RUN_KEYS = (
     "physical_batch_size", "validation", "loss", "seed", "checkpoint_every", "device",

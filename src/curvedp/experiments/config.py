@@ -53,6 +53,7 @@ _PRIVACY_TYPES: dict[str, tuple[type, ...]] = {
     "relation": (str,),
     "accountant": (str,),
     "allow_large_delta": (bool,),
+    "secure": (bool,),
 }
 _BY_RATE = ("sample_rate", "steps", "expected_batch_size")
 _RUN_TYPES: dict[str, tuple[type, ...]] = {

@@ -1,14 +1,18 @@
 """The barrier itself: mechanisms that turn a bounded private sum into a release."""
 
 from curvedp.noise.gaussian import GaussianMechanism
+from curvedp.noise.grid import Grid
 from curvedp.noise.mechanism import Mechanism, NoiseState, restore_release
 from curvedp.noise.randomness import RandomStreams, Stream
+from curvedp.noise.secure import SecureStreams
 
 __all__ = [
     "GaussianMechanism",
+    "Grid",
     "Mechanism",
     "NoiseState",
     "RandomStreams",
+    "SecureStreams",
     "Stream",
     "restore_release",
 ]

@@ -9,18 +9,25 @@ A 32-bit seed could be searched through, and torch's CPU generator keeps no more
 bits of its seed. The secret streams therefore use 256 bits of operating-system entropy
 through numpy's ``SeedSequence``. On a GPU the noise of a step comes from torch's Philox
 generator, whose seed is 63 bits drawn from that stream, anew for every step.
+
+:class:`RandomStreams` is the default; :class:`curvedp.noise.secure.SecureStreams` draws
+the secret part from a cryptographic generator. A mechanism asks either of them to
+:meth:`~RandomStreams.add_gaussian` and does not know which it has.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from curvedp.errors import ConfigurationError, CurvedpError
+from curvedp.sampling import PoissonSampler
 
 __all__ = ["RandomStreams", "Stream"]
 
@@ -80,11 +87,7 @@ class RandomStreams:
         """
         if stream is Stream.NOISE:
             if address in self._drawn:
-                raise CurvedpError(
-                    f"noise for address {address} was drawn before; drawing it again "
-                    "would let two releases cancel it",
-                    "pay for the step again and use the next attempt number",
-                )
+                raise drawn_before(address)
             self._drawn.add(address)
         return np.random.Generator(np.random.Philox(self._sequence(stream, address)))
 
@@ -99,6 +102,33 @@ class RandomStreams:
         """Standard normal float32 values on the CPU."""
         drawn = generator.standard_normal(tuple(shape), dtype=np.float32)
         return torch.from_numpy(np.ascontiguousarray(drawn)).reshape(shape)
+
+    def sampler(
+        self, sample_rate: float, address: Callable[[int], Sequence[int]]
+    ) -> PoissonSampler:
+        """Poisson sampling on the secret stream, at an address for each step."""
+        return PoissonSampler(
+            sample_rate, lambda step: self.generator(Stream.SAMPLING, *address(step))
+        )
+
+    def add_gaussian(
+        self, values: Mapping[str, Tensor], multiplier: float, bound: float, *at: int
+    ) -> tuple[dict[str, Tensor], float]:
+        """Values plus Gaussian noise, and the standard deviation that it has.
+
+        Args:
+            values: a clipped sum.
+            multiplier: s. The noise is at least s times the distance that two
+                neighbouring sums have when it is added to them.
+            bound: C, their distance as it comes.
+            at: address of the noise: step and attempt.
+
+        Raises:
+            CurvedpError: noise was drawn at this address before.
+        """
+        draw = _Normals(self, self.generator(Stream.NOISE, *at))
+        std = multiplier * bound
+        return {n: value + std * draw.like(value) for n, value in values.items()}, std
 
     def _sequence(
         self, stream: Stream, address: tuple[int, ...]
@@ -119,3 +149,37 @@ class RandomStreams:
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         self.__getstate__()
+
+
+def drawn_before(address: tuple[int, ...]) -> CurvedpError:
+    """The error for noise that is asked for a second time."""
+    return CurvedpError(
+        f"noise for address {address} was drawn before; drawing it again would let two "
+        "releases cancel it",
+        "pay for the step again and use the next attempt number",
+    )
+
+
+class _Normals:
+    """Standard normals at a step's address, on the CPU or on the value's device."""
+
+    def __init__(self, streams: RandomStreams, generator: np.random.Generator) -> None:
+        self._streams = streams
+        self._generator = generator
+        self._cuda: torch.Generator | None = None
+
+    def like(self, value: Tensor) -> Tensor:
+        if value.is_cuda:
+            # Philox with a 64-bit seed, from the same address and entropy
+            if self._cuda is None:
+                self._cuda = torch.Generator(device=value.device)
+                seed = int(self._generator.integers(2**63 - 1))
+                self._cuda.manual_seed(seed)
+            return torch.randn(
+                value.shape,
+                device=value.device,
+                dtype=value.dtype,
+                generator=self._cuda,
+            )
+        drawn = self._streams.normals(value.shape, self._generator)
+        return drawn.to(value.device, value.dtype)

@@ -11,7 +11,6 @@ from torch import nn
 
 from curvedp.errors import ConfigurationError, CoverageError, NotPrivateError
 from curvedp.layers import Synthesiser, cover, synthesiser_like
-from curvedp.noise import RandomStreams
 from curvedp.recipes import Recipe, get_recipe
 from curvedp.sampling import People
 from curvedp.train.datasets import TrainingData
@@ -81,8 +80,8 @@ def make_private(
         **settings: see :class:`curvedp.train.settings.PrivacySettings`: ``epsilon`` or
             ``noise_multiplier``; ``delta``; ``batch_size`` and ``epochs``, or
             ``sample_rate``, ``steps`` and ``expected_batch_size``; ``relation``;
-            ``accountant``; ``allow_large_delta``. The recipe's ``clip_norm`` and
-            ``clipping`` are taken too.
+            ``accountant``; ``allow_large_delta``; ``secure``. The recipe's
+            ``clip_norm`` and ``clipping`` are taken too.
 
     Guarantees:
         After any number of the loop's steps, the parameters are (epsilon, delta)-DP
@@ -101,7 +100,7 @@ def make_private(
     group = _people(people, slots)
     source = TrainingData.of(dataset, collate_fn, loader_options, group)
     plan = plan_settings.plan(chosen, source.size, slots)
-    streams = RandomStreams(seed, unsafe_reproducible_noise=unsafe_reproducible_noise)
+    streams = plan.streams(seed, unsafe_reproducible_noise=unsafe_reproducible_noise)
     checked_loss = None if loss is None else per_example_loss(loss)
     device = next(model.parameters()).device
     if synthetic is None:

@@ -4,12 +4,14 @@
 buffers), ``state.safetensors`` and ``checkpoint.json``. All of it is a function of
 releases and public settings, so a checkpoint may be shared: it holds no seed of noise
 or sampling, no pending sum, no loss.
+
+It also holds the head of the ledger, so that a ledger that was cut short is found.
 """
 
 from __future__ import annotations
 
 import hashlib
-import shutil
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,21 @@ from typing import Any
 from torch import Tensor
 
 from curvedp.errors import CheckpointError
-from curvedp.storage import read_json, write_folder_atomically, write_json
+from curvedp.storage import (
+    clear_leftovers,
+    read_json,
+    remove_folder,
+    write_folder_atomically,
+    write_json,
+)
 from curvedp.train.encoding import decode_state, encode_state
 from curvedp.train.tensors import read_tensors, write_tensors
 
 __all__ = ["Checkpoint", "checkpoint_folders", "load_checkpoint", "save_checkpoint"]
 
 KIND = "curvedp-checkpoint"
-VERSION = 1
+VERSION = 2
+_UNSEALED = 1  # without a checksum of checkpoint.json; still read
 _FILES = ("model.safetensors", "state.safetensors")
 
 
@@ -38,6 +47,7 @@ class Checkpoint:
         facts: the plan and the recipe, to refuse a foreign checkpoint.
         model: parameters and buffers by name.
         state: optimiser, transforms and whatever the user added.
+        ledger: head of the ledger (seq and chain) when it was made; None without one.
     """
 
     step: int
@@ -45,6 +55,7 @@ class Checkpoint:
     facts: dict[str, Any]
     model: dict[str, Tensor]
     state: dict[str, Any]
+    ledger: tuple[int, str] | None = None
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> int:
@@ -69,13 +80,16 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> int:
             "step": checkpoint.step,
             "facts": checkpoint.facts,
             "state": state,
+            "ledger": _head_to_json(checkpoint.ledger),
             "sha256": {name: _digest(path / name) for name in _FILES},
         }
+        content["seal"] = _seal(content)
         write_json(path / "checkpoint.json", content)
 
+    clear_leftovers(folder)
     write_folder_atomically(target, write)
     for old in checkpoint_folders(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove_folder(old)
     return int(checkpoint_folders(folder)[0].name.removeprefix("step-"))
 
 
@@ -90,8 +104,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
         content = read_json(path / "checkpoint.json")
         if content["kind"] != KIND:
             raise _damaged(path, "it is not a curvedp checkpoint")
-        if content["version"] != VERSION:
+        if content["version"] not in (_UNSEALED, VERSION):
             raise _damaged(path, f"it has the unknown version {content['version']!r}")
+        if content["version"] != _UNSEALED and content["seal"] != _seal(content):
+            raise _damaged(path, "checkpoint.json does not match its checksum")
         for name in _FILES:
             if _digest(path / name) != content["sha256"][name]:
                 raise _damaged(path, f"{name} does not match its checksum")
@@ -103,6 +119,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             facts=content["facts"],
             model=model,
             state=decode_state(content["state"], tensors),
+            ledger=_head_from_json(content.get("ledger")),
         )
     except CheckpointError:
         raise
@@ -115,6 +132,21 @@ def _damaged(path: Path, why: str) -> CheckpointError:
         f"the checkpoint {path} cannot be used: {why}",
         "remove that folder to resume from the one before it, or restore a copy of it",
     )
+
+
+def _head_to_json(head: tuple[int, str] | None) -> dict[str, Any] | None:
+    return None if head is None else {"seq": head[0], "chain": head[1]}
+
+
+def _head_from_json(head: dict[str, Any] | None) -> tuple[int, str] | None:
+    return None if head is None else (head["seq"], head["chain"])
+
+
+def _seal(content: dict[str, Any]) -> str:
+    """Checksum of checkpoint.json without this field, as canonical JSON."""
+    rest = {name: value for name, value in content.items() if name != "seal"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

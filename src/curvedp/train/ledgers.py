@@ -10,9 +10,10 @@ from curvedp._version import __version__
 from curvedp.accounting import Ledger, LedgerHeader, MemoryLedger
 from curvedp.errors import ConfigurationError, LedgerError
 from curvedp.plan import Plan
-from curvedp.storage import as_storage_error
+from curvedp.storage import as_storage_error, make_folder
+from curvedp.train.journal import Journal
 
-__all__ = ["open_ledger"]
+__all__ = ["check_head", "check_paid", "note_lost_releases", "open_ledger"]
 
 
 def open_ledger(
@@ -52,7 +53,7 @@ def open_ledger(
                 "put the ledger back; a new run needs a folder of its own",
             )
         with as_storage_error(run_dir, "make the folder"):
-            run_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(run_dir)
         return Ledger.create(path, header)
     ledger = Ledger.open(path)
     stored, given = dict(ledger.header.facts), dict(header.facts)
@@ -67,6 +68,44 @@ def open_ledger(
     if unsafe and not any("unsafe_reproducible_noise" in n for n in ledger.notes()):
         ledger.note(notes[0])
     return ledger
+
+
+def check_head(
+    ledger: Ledger | MemoryLedger, head: tuple[int, str] | None, checkpoint: Path
+) -> None:
+    """Refuse a ledger that lacks lines which it had when the checkpoint was made."""
+    if head is not None and not ledger.has_head(*head):
+        raise LedgerError(
+            f"{ledger.path} does not have the line {head[0] + 1} that it had when "
+            f"{checkpoint} was made: it was cut short, exchanged or rewritten",
+            "restore the ledger from a copy; without those lines nobody can tell what "
+            "the run has spent",
+        )
+
+
+def check_paid(ledger: Ledger | MemoryLedger, journal: Journal, first: int) -> None:
+    """Refuse a ledger that lacks the payment of a release in the journal."""
+    for step in journal.steps(first):
+        if not ledger.next_attempt(step):
+            raise LedgerError(
+                f"{ledger.path} has no payment for step {step}, whose release is in "
+                "the journal: it was cut short or exchanged",
+                "restore the ledger from a copy; without its lines nobody can tell "
+                "what the run has spent",
+            )
+
+
+def note_lost_releases(
+    ledger: Ledger | MemoryLedger, journal: Journal, step: int
+) -> None:
+    """What the journal still has from ``step`` on cannot be used: make it again."""
+    lost = journal.steps(step)
+    if lost:
+        ledger.note(
+            f"the journal's release of step {step} was missing or unreadable after a "
+            f"crash; steps from {step} to {lost[-1]} are made and paid for again"
+        )
+        journal.drop_from(step)
 
 
 def _shown(plan: Plan) -> dict[str, Any]:

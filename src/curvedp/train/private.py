@@ -29,6 +29,7 @@ from curvedp.errors import CheckpointError, ConfigurationError, LoopError
 from curvedp.layers import PerExampleLoss
 from curvedp.plan import Plan
 from curvedp.recipes import Recipe
+from curvedp.storage import clear_leftovers
 from curvedp.train.checkpoint import (
     Checkpoint,
     checkpoint_folders,
@@ -36,6 +37,7 @@ from curvedp.train.checkpoint import (
     save_checkpoint,
 )
 from curvedp.train.engine import Engine
+from curvedp.train.ledgers import check_head, check_paid, note_lost_releases
 from curvedp.train.optimizer import LogicalScheduler, PrivateOptimizer
 from curvedp.train.statement import Statement, make_statement
 
@@ -242,7 +244,9 @@ class Private:
             facts=self._facts(),
             model=self._engine.model.state_dict(),
             state={**self._state(), "extra": extra or {}},
+            ledger=self._engine.ledger.head(),
         )
+        clear_leftovers(folder, "ledger.jsonl.*")
         oldest = save_checkpoint(folder / "checkpoints", checkpoint)
         if self._engine.journal is not None:
             self._engine.journal.drop_before(oldest)
@@ -253,19 +257,25 @@ class Private:
         Steps whose release is in the journal are repeated from there: no data is
         touched and nothing is paid again.
         """
+        ledger, journal = self._engine.ledger, self._engine.journal
+        clear_leftovers(self._folder() / "checkpoints")
         folders = checkpoint_folders(self._folder() / "checkpoints")
         extra: dict[str, Any] = {}
         if folders:
             checkpoint = load_checkpoint(folders[-1])
-            if checkpoint.run_id != self._engine.ledger.header.run_id:
+            if checkpoint.run_id != ledger.header.run_id:
                 raise CheckpointError(
                     f"{folders[-1]} belongs to another run than the ledger beside it",
                     "put the files of one run together again",
                 )
+            check_head(ledger, checkpoint.ledger, folders[-1])
             self._check_facts(checkpoint.facts, str(folders[-1]))
             self._load(checkpoint.state, checkpoint.model)
             extra = checkpoint.state["extra"]
-        self._engine.recover()
+        if journal is not None:
+            check_paid(ledger, journal, self.step)
+            self._engine.recover()
+            note_lost_releases(ledger, journal, self.step)
         return extra
 
     def close(self) -> None:

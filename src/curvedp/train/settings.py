@@ -35,6 +35,8 @@ class PrivacySettings:
         relation: "add-remove", "zero-out" or "replace-one".
         accountant: "pld" (default, tight) or "rdp".
         allow_large_delta: accept a delta at or above one over the number of examples.
+        secure: noise and sampling from a cryptographic generator, safe against attacks
+            on floating-point noise. Needs the extra ``secure``.
     """
 
     epsilon: float | None = None
@@ -48,6 +50,7 @@ class PrivacySettings:
     relation: Relation | str | None = None
     accountant: str = "pld"
     allow_large_delta: bool = False
+    secure: bool = False
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> PrivacySettings:
@@ -86,6 +89,7 @@ class PrivacySettings:
             accountant=self.accountant,
             allow_large_delta=self.allow_large_delta,
             examples_per_person=examples_per_person,
+            secure=self.secure,
         )
 
 

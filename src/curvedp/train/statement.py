@@ -31,6 +31,11 @@ _NOT_COVERED = (
     "other runs on the same data: their budgets add up",
     "side channels: timing, memory, and the rounding of floating-point noise",
 )
+_NOT_COVERED_SECURE = (
+    *_NOT_COVERED[:-1],
+    "side channels: timing, memory, and how the sum of clipped gradients was rounded "
+    "before the noise",
+)
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,11 @@ def make_statement(
             f"Gaussian noise {plan.noise_multiplier:g} x the bound; "
             f"{plan.clipping.describe()}",
         ),
+        ("noise source", _noise_source(plan, unsafe)),
         ("accountant", plan.accountant.upper()),
     ]
     title = f"Privacy statement (curvedp {__version__})"
-    caveats = list(_NOT_COVERED)
+    caveats = list(_NOT_COVERED_SECURE if plan.secure else _NOT_COVERED)
     if trusted_loss:
         caveats.insert(
             0,
@@ -114,6 +120,7 @@ def make_statement(
         lines.append(("note", note))
     facts = {
         **plan.facts(),
+        "noise_source": _noise_source(plan, unsafe),
         "private": not unsafe and (planned is None or math.isfinite(planned)),
         "epsilon": _number(planned),
         "epsilon_spent": _number(spent),
@@ -123,6 +130,13 @@ def make_statement(
         "curvedp": __version__,
     }
     return Statement(facts, tuple(lines), tuple(caveats), title)
+
+
+def _noise_source(plan: Plan, unsafe: bool) -> str:
+    if plan.secure:
+        return plan.noise_source
+    seed = "reproducible from a number (unsafe)" if unsafe else "256-bit OS entropy"
+    return f"{plan.noise_source}, {seed}"
 
 
 def _unit(plan: Plan) -> str:
