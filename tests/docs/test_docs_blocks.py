@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")],
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")],
     key=lambda path: path.relative_to(ROOT),
 )
 NOT_RUN = "<!-- not run -->"
@@ -127,8 +127,9 @@ def test_links_resolve(page):
 
 def test_index_lists_every_page():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "index.md" or f"({page.name})" in index
+    for page in (ROOT / "docs").rglob("*.md"):
+        link = page.relative_to(ROOT / "docs").as_posix()
+        assert link == "index.md" or f"({link})" in index
 
 
 def commands() -> list[tuple[str, list[str]]]:

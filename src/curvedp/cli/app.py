@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from curvedp._version import __version__
-from curvedp.cli import compare, inspect, privacy, recipes, train
+from curvedp.cli import compare, doctor, inspect, privacy, recipes, train
 
 __all__ = ["app"]
 
@@ -45,4 +45,5 @@ train.register(app)
 compare.register(app)
 inspect.register(app)
 recipes.register(app)
+doctor.register(app)
 app.add_typer(privacy.app, name="privacy")
