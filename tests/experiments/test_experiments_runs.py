@@ -205,16 +205,6 @@ from torch import nn
 def mixes(input_shape, num_outputs):
     return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, num_outputs))
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(6, 6)
-        self.b = nn.Linear(6, 6)
-        self.b.weight = self.a.weight
-        self.out = nn.Linear(6, 3)
-    def forward(self, x):
-        return self.out(self.b(self.a(x)))
-
 class Unused(nn.Module):
     def __init__(self):
         super().__init__()
@@ -241,7 +231,6 @@ def models(tmp_path, monkeypatch):
     ("factory", "error", "words"),
     [
         ("mixes", CouplingError, "BatchNorm"),
-        ("Tied", CoverageError, "shared"),
         ("Unused", CoverageError, "spare"),
         ("too_few", DataError, "3 outputs"),
         ("wrong_input", ConfigurationError, "cannot take inputs"),

@@ -220,8 +220,165 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class Unrolled(nn.Module):
+    """A recurrent layer; ``begin`` makes its first states from the inputs."""
+
+    def __init__(self, kind, d, begin=False, **options):
+        super().__init__()
+        options = {"batch_first": True, **options}
+        self.layer = kind(d, d, **options)
+        self.begin = begin
+        self.back = nn.Linear(self.width(d), d, bias=False)
+
+    def width(self, d):
+        return (self.layer.proj_size or d) * (2 if self.layer.bidirectional else 1)
+
+    def states(self, x):
+        layer = self.layer
+        count = layer.num_layers * (2 if layer.bidirectional else 1)
+        x = x if layer.batch_first else x.transpose(0, 1)
+        h = x.mean(1).expand(count, -1, -1)
+        return (h, h * h) if isinstance(layer, nn.LSTM) else h
+
+    def forward(self, x):
+        first = self.layer.batch_first
+        x = x if first else x.transpose(0, 1)
+        states = (self.states(x),) if self.begin else ()
+        y, last = self.layer(x, *states)
+        y = self.back(y if first else y.transpose(0, 1))
+        parts = last if isinstance(last, tuple) else (last,)
+        return y + sum(part.mean((0, 2))[:, None, None] for part in parts)
+
+
+class Cells(nn.Module):
+    """A cell, called at every step."""
+
+    def __init__(self, kind, d, **options):
+        super().__init__()
+        self.cell = kind(d, d, **options)
+
+    def forward(self, x):
+        state, outputs = None, []
+        for step in x.unbind(1):
+            state = self.cell(step, state) if outputs else self.cell(step)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(outputs, 1)
+
+
+def tied_recurrent(d):
+    """Both layers of a stack with one recurrent weight; some others frozen."""
+    block = Unrolled(nn.GRU, d, num_layers=2)
+    block.layer.weight_hh_l1 = block.layer.weight_hh_l0
+    block.layer.bias_ih_l0.requires_grad_(False)
+    block.layer.weight_ih_l1.requires_grad_(False)
+    return block
+
+
+def recurrent_blocks(d):
+    return {
+        "rnn": lambda: Unrolled(nn.RNN, d),
+        "rnn-relu": lambda: Unrolled(
+            nn.RNN, d, nonlinearity="relu", num_layers=2, bias=False
+        ),
+        "rnn-bidirectional": lambda: Unrolled(nn.RNN, d, bidirectional=True),
+        "lstm": lambda: Unrolled(nn.LSTM, d),
+        "lstm-begin": lambda: Unrolled(nn.LSTM, d, begin=True, num_layers=2),
+        "lstm-deep": lambda: Unrolled(nn.LSTM, d, num_layers=2, bidirectional=True),
+        "lstm-projected": lambda: Unrolled(
+            nn.LSTM, d, num_layers=2, proj_size=3, bidirectional=True
+        ),
+        "lstm-no-bias": lambda: Unrolled(nn.LSTM, d, bias=False),
+        "lstm-time-first": lambda: Unrolled(nn.LSTM, d, batch_first=False),
+        "gru": lambda: Unrolled(nn.GRU, d),
+        "gru-begin": lambda: Unrolled(
+            nn.GRU, d, begin=True, num_layers=2, bidirectional=True
+        ),
+        "gru-no-bias": lambda: Unrolled(nn.GRU, d, bias=False, batch_first=False),
+        "gru-tied": lambda: tied_recurrent(d),
+        "rnn-cell": lambda: Cells(nn.RNNCell, d, nonlinearity="relu"),
+        "lstm-cell": lambda: Cells(nn.LSTMCell, d),
+        "gru-cell": lambda: Cells(nn.GRUCell, d, bias=False),
+    }
+
+
+def tied(*modules, names=("weight",)):
+    """Modules one after the other, each with the first one's parameters."""
+    for other in modules[1:]:
+        for name in names:
+            setattr(other, name, getattr(modules[0], name))
+    return nn.Sequential(*(m for one in modules for m in (one, nn.Tanh())))
+
+
+class SharedModule(nn.Module):
+    """One module under two names, called under both."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.first = nn.Linear(d, d)
+        self.second = nn.Sequential(self.first, nn.Tanh())
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Doubled(nn.Module):
+    """A weight that no rule knows the use of, tied to that of a Linear."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, self.weight = linear, linear.weight
+
+    def forward(self, x):
+        return self.linear(x).tanh() @ self.weight.square()
+
+
+def tied_rnn_linear(d):
+    block = Unrolled(nn.RNN, d)
+    block.back.weight = block.layer.weight_hh_l0
+    return block
+
+
+class Uncalled(nn.Module):
+    """A table that only lends its weight, as some language models have it."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.shared = nn.Linear(d, d, bias=False)
+        self.used = nn.Linear(d, d, bias=False)
+        self.used.weight = self.shared.weight
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def tied_blocks(t, d):
+    def linear(**options):
+        return nn.Linear(d, d, **options)
+
+    return {
+        "tied-linear": lambda: tied(linear(), linear(), linear(bias=False)),
+        "tied-both": lambda: tied(linear(), linear(), names=("weight", "bias")),
+        "tied-norm": lambda: tied(nn.LayerNorm(d), nn.LayerNorm(d)),
+        "tied-norms": lambda: tied(nn.LayerNorm(d), nn.RMSNorm(d)),
+        "tied-frozen": lambda: tied(frozen(linear(), "weight"), linear()),
+        "tied-mixer": lambda: tied(Mixer(t, d), Mixer(t, d), names=("mix",)),
+        "tied-module": lambda: SharedModule(d),
+        "tied-doubled": lambda: Doubled(linear()),
+        "tied-rnn": lambda: tied_rnn_linear(d),
+        "tied-uncalled": lambda: Uncalled(d),
+        "tied-conv1d": lambda: Transposed(
+            tied(
+                nn.Conv1d(d, d, 3, padding=1),
+                nn.Conv1d(d, d, 3, padding=2, dilation=2, padding_mode="circular"),
+            )
+        ),
+    }
+
+
 def sequence_blocks(t, d):
     return {
+        **recurrent_blocks(d),
+        **tied_blocks(t, d),
         "linear": lambda: nn.Linear(d, d),
         "no-bias": lambda: nn.Linear(d, d, bias=False),
         "frozen-weight": lambda: frozen(nn.Linear(d, d), "weight"),
@@ -299,7 +456,20 @@ def image_blocks(c, side):
         ),
         "conv-standardised": lambda: StandardisedConv2d(c, c, 3, padding=1),
         "conv-weight-norm": lambda: weight_norm(same()),
+        "conv-tied": lambda: tied_convs(c),
         "conv-twice": lambda: Recurrent2d(same()),
+        "conv-transposed": lambda: Resized(nn.ConvTranspose2d(c, c, 3)),
+        "conv-transposed-all": lambda: Resized(
+            nn.ConvTranspose2d(
+                c, c, (3, 2), (2, 1), (1, 2), (1, 2), groups=2, dilation=(1, 3)
+            )
+        ),
+        "conv-transposed-size": lambda: Resized(
+            nn.ConvTranspose2d(c, c, 2, stride=2, bias=False), output_size=(13, 12)
+        ),
+        "conv-transposed-frozen": lambda: Resized(
+            frozen(nn.ConvTranspose2d(c, c, 3, groups=c), "weight")
+        ),
         "image-group-norm": lambda: nn.GroupNorm(2, c),
         "image-group-norm-frozen": lambda: frozen(nn.GroupNorm(1, c), "bias"),
         "image-instance-norm": lambda: nn.InstanceNorm2d(c, affine=True),
@@ -307,6 +477,27 @@ def image_blocks(c, side):
         "image-scale": lambda: Scaled(c, 1, 1),
         "image-residual": lambda: Residual(nn.GroupNorm(2, c), nn.ReLU(), same()),
     }
+
+
+def tied_convs(c):
+    """One weight, with another stride and with other groups."""
+    first = nn.Conv2d(c, 2 * c, 3, padding=1, groups=2)
+    second = nn.Conv2d(c // 2, 2 * c, 3, padding=1)
+    strided = nn.Conv2d(c, 2 * c, 3, stride=2, groups=2, bias=False)
+    second.weight = strided.weight = first.weight
+    return TiedConvs(first, second, strided)
+
+
+class TiedConvs(nn.Module):
+    def __init__(self, *convs):
+        super().__init__()
+        self.convs = nn.ModuleList(convs)
+
+    def forward(self, x):
+        c = x.shape[1]
+        first, second, strided = self.convs
+        y = first(x).tanh() + second(x[:, : c // 2]).tanh()
+        return y[:, :c] + y[:, c:] + strided(x).mean((2, 3), keepdim=True)[:, :c]
 
 
 class Recurrent2d(nn.Module):
@@ -331,16 +522,45 @@ class Pooled(nn.Module):
         return self.linear(x.mean(1) if self.channels_last else x.flatten(2).mean(2))
 
 
+class Resized(nn.Module):
+    """A layer that changes the size, its output brought back to that of its input."""
+
+    def __init__(self, layer, **options):
+        super().__init__()
+        self.layer, self.options = layer, options
+
+    def forward(self, x):
+        y = self.layer(x, **self.options).tanh()
+        for i, size in enumerate(x.shape[2:]):
+            y = torch.cat([y, y.flip(2 + i)], 2 + i).narrow(2 + i, 0, size)
+        return y
+
+
 def volume_blocks(c):
     return {
+        "conv3d-transposed": lambda: Resized(
+            nn.ConvTranspose3d(c, c, (2, 3, 2), stride=2, padding=1, output_padding=1)
+        ),
         "conv3d": lambda: nn.Conv3d(c, c, 3, padding=1, groups=2),
         "conv3d-strided": lambda: Downsampled(nn.Conv3d(c, c, 2, stride=2)),
         "volume-instance-norm": lambda: nn.InstanceNorm3d(c, affine=True),
     }
 
 
+def signal_tied(c):
+    """A convolution and its adjoint, as in a tied autoencoder."""
+    down = nn.Conv1d(c, c, 3, stride=2)
+    up = nn.ConvTranspose1d(c, c, 3, stride=2, output_padding=1)
+    up.weight = down.weight
+    return nn.Sequential(down, nn.Tanh(), up)
+
+
 def signal_blocks(c):
     return {
+        "signal-transposed": lambda: Resized(
+            nn.ConvTranspose1d(c, c, 4, stride=3, padding=2, output_padding=1)
+        ),
+        "signal-transposed-tied": lambda: signal_tied(c),
         "signal-conv": lambda: nn.Conv1d(c, c, 5, padding="same", dilation=2),
         "signal-strided": lambda: Downsampled(nn.Conv1d(c, c, 4, 3, bias=False)),
         "signal-depthwise": lambda: nn.Conv1d(c, c, 3, padding=1, groups=c),
@@ -397,6 +617,67 @@ class SmallTransformer(nn.Module):
         return self.head(self.norm(self.block(x))[:, 0])
 
 
+class LanguageModel(nn.Module):
+    """The head has the table's weight, and a bias of its own."""
+
+    def __init__(self, padding=None, between=True, other=None):
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, 6, padding_idx=padding)
+        self.between = Attention(6) if between else nn.Tanh()
+        self.other = nn.Embedding(TOKENS, 6, padding_idx=other)
+        self.head = nn.Linear(6, TOKENS)
+        self.head.weight = self.other.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids) + self.other(ids.roll(1, 1)).tanh()
+        return self.head(self.between(x))
+
+
+class Bags(nn.Module):
+    def __init__(self, weighted, **options):
+        super().__init__()
+        self.table = nn.EmbeddingBag(TOKENS, 6, **options)
+        self.head, self.weighted = nn.Linear(6, 3), weighted
+
+    def forward(self, ids):
+        if not self.weighted:
+            return self.head(self.table(ids).tanh())
+        weights = (1 + ids).to(self.head.weight.dtype).reciprocal()
+        return self.head(self.table(ids, per_sample_weights=weights).tanh())
+
+
+class Heads(nn.Module):
+    """Nested inputs, and a dictionary of heads of which the loss takes all."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.body = nn.Embedding(TOKENS, 5), nn.Linear(4, 5)
+        self.heads = nn.ModuleDict({"mean": nn.Linear(5, 2), "last": nn.Linear(5, 3)})
+        self.value = nn.Linear(5, 1)
+
+    def forward(self, inputs, scale):
+        h = self.body(inputs["features"]) + self.table(inputs["ids"][0]).mean(1)
+        h = h.tanh() * scale.unsqueeze(1)
+        logits = {name: head(h) for name, head in self.heads.items()}
+        return logits, self.value(h).squeeze(1)
+
+
+def tagger():
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(TOKENS, 6)
+            self.lstm = nn.LSTM(
+                6, 5, 2, batch_first=True, dropout=0.4, bidirectional=True
+            )
+            self.head = nn.Linear(10, 3)
+
+        def forward(self, ids):
+            return self.head(self.lstm(self.table(ids))[0])
+
+    return Tagger()
+
+
 def structured():
     def tokens(size, generator):
         ids = torch.randint(0, TOKENS, (size, 7), generator=generator)
@@ -405,6 +686,12 @@ def structured():
 
     def masked(size, generator):
         return {"ids": tokens(size, generator), "mask": torch.ones(size, 7)}
+
+    def nested(size, generator):
+        features = torch.rand(size, 4, generator=generator)
+        ids = tokens(size, generator)
+        scale = torch.rand(size, generator=generator)
+        return {"inputs": {"features": features, "ids": [ids]}, "scale": scale}
 
     def towers(size, generator):
         features = torch.rand(size, 4, generator=generator)
@@ -423,6 +710,14 @@ def structured():
     return [
         Net("tokens", lambda: TokenModel(None), masked),
         Net("tokens-padding", lambda: TokenModel(2), masked),
+        Net("language-model", LanguageModel, tokens),
+        Net("language-model-padding", lambda: LanguageModel(2, True, 3), tokens),
+        Net("language-model-short", lambda: LanguageModel(None, False), tokens),
+        Net("tagger-dropout", tagger, tokens, random=True),
+        Net("bag-mean", lambda: Bags(False, mode="mean", padding_idx=2), tokens),
+        Net("bag-sum", lambda: Bags(False, mode="sum"), tokens),
+        Net("bag-weighted", lambda: Bags(True, mode="sum", padding_idx=1), tokens),
+        Net("heads", Heads, nested),
         Net("two-towers", TwoTowers, towers),
         Net("vit-1td", lambda: SmallTransformer((1, 7, 6)), image),
         Net("vit-td", lambda: SmallTransformer((7, 6)), image),
@@ -479,7 +774,10 @@ def _compose(family, shape, blocks, features, name, seed):
     def make():
         rng = random.Random(seed)
         chosen = [blocks[name]]
-        chosen += [blocks[rng.choice(list(blocks))] for _ in range(rng.randrange(2))]
+        # a norm undoes what stands before it: that gradient would be rounding alone
+        others = [other for other in blocks if "norm" not in other + name]
+        if others and rng.randrange(2):
+            chosen.append(blocks[rng.choice(others)])
         rng.shuffle(chosen)
         return nn.Sequential(
             *(block() for block in chosen),

@@ -9,6 +9,7 @@ from curvedp.clipping import clipped_sum
 from curvedp.layers import Batch, Recording, as_call
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import DirectIO
+from curvedp.layers.joined import JoinedIO
 from curvedp.layers.lookup import LookupIO
 from curvedp.sampling.physical import pad_batch
 from curvedp.whitening import IdentityWhitener
@@ -27,10 +28,13 @@ def record(model, coverage, batch, size, loss):
 
 def forced(ios, method):
     """The same layers with the way to their norms forced, where there is a choice."""
-    return [
-        replace(io, method=method) if method and isinstance(io, DenseIO) else io
-        for io in ios
-    ]
+
+    def force(io):
+        if isinstance(io, JoinedIO):
+            return replace(io, parts=[force(part) for part in io.parts])
+        return replace(io, method=method) if isinstance(io, DenseIO) else io
+
+    return [force(io) for io in ios] if method else ios
 
 
 def portions(batch, total, physical):
@@ -75,6 +79,12 @@ def in_float64(io):
         return replace(io, calls=calls).per_example()
     if isinstance(io, DirectIO):
         return {n: g.double() for n, g in io.grads.items()}
+    if isinstance(io, JoinedIO):
+        total = {}
+        for part in io.parts:
+            for name, g in in_float64(part).items():
+                total[name] = total[name] + g if name in total else g
+        return total
     return io.per_example()
 
 

@@ -18,13 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from curvedp.errors import CouplingError, LoopError
-from curvedp.layers.direct import Covered, Expanded, ExpandedServer, RuleServer
+from curvedp.layers.covered import Covered, tied_groups
+from curvedp.layers.direct import Expanded, ExpandedServer, RuleServer
+from curvedp.layers.functional import call_with
 from curvedp.layers.io import LayerIO, UnreachedIO
+from curvedp.layers.joined import joined
 from curvedp.layers.precision import exact
+from curvedp.layers.refuse import refuse_checkpointing
+from curvedp.layers.rewrite import NO_TAPE, RewrittenServer, Use, forwards
 from curvedp.layers.rules import Call
 
 __all__ = ["Recording"]
@@ -46,6 +50,7 @@ class Recording:
         self._covered = covered
         self._batch_size = batch_size
         self._calls: dict[str, list[_OpenCall]] = {}
+        self._tapes: dict[str, _Tape] = {}
         self._leaves: dict[str, Tensor] = {}
         self._values: dict[str, Tensor] = {}
         self._device = torch.device("cpu")
@@ -62,6 +67,7 @@ class Recording:
         self._device = next(iter(values.values())).device
         swapped = self._values
         handles = []
+        rewritten: dict[nn.Module, Callable[..., Any]] = {}
         buffers = _buffer_versions(self._model)
         try:
             for item in self._covered:
@@ -73,13 +79,19 @@ class Recording:
                         layout = item.server.layouts[own]
                         leaf = layout.copies(values[full], self._batch_size)
                         swapped[full] = self._leaves[full] = leaf
+                    continue
+                module = self._model.get_submodule(site.name)
+                if isinstance(item.server, RewrittenServer):
+                    calls = self._calls.setdefault(site.name, [])
+                    tape = self._tapes[site.name] = _Tape(calls, site.label)
+                    rewritten[module] = item.server.bound(module, site, tape)
                 else:
-                    module = self._model.get_submodule(site.name)
                     hook = self._hook(item)
                     handles.append(module.register_forward_hook(hook, with_kwargs=True))
             for full, value in (parameters or {}).items():
                 swapped.setdefault(full, value)
-            output = functional_call(self._model, swapped, args, kwargs)
+            with forwards(rewritten):
+                output = call_with(self._model, swapped, args, kwargs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -95,6 +107,7 @@ class Recording:
         def record(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> Any:
+            refuse_checkpointing(item.site.label)
             if not torch.is_grad_enabled():
                 return output  # no gradient can come back from here
             if shared is not None and _dims(args, kwargs) == shared_dims:
@@ -127,17 +140,20 @@ class Recording:
         return watched or any(leaf.grad is not None for leaf in self._leaves.values())
 
     def unreached_sites(self) -> list[str]:
-        """Sites that were not called, or from which nothing reaches the loss."""
-        names = []
+        """Sites with a parameter that nothing connects to the loss, in any site."""
+        used: set[str] = set()
+        unused = []
         for item in self._covered:
+            full = item.site.parameters.values()
             if isinstance(item.server, ExpandedServer):
-                full = item.site.parameters.values()
-                used = any(self._leaves[f].grad is not None for f in full)
+                reached = any(self._leaves[f].grad is not None for f in full)
             else:
-                used = any(c.reached for c in self._calls[item.site.name])
-            if not used:
-                names.append(item.site.label)
-        return names
+                reached = any(c.reached for c in self._calls[item.site.name])
+            if reached:
+                used.update(full)
+            else:
+                unused.append(item.site)
+        return [s.label for s in unused if not used.issuperset(s.parameters.values())]
 
     def arguments(self) -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
         """Arguments of every call by site; for coverage, which runs synthetic data."""
@@ -147,21 +163,35 @@ class Recording:
         }
 
     def layer_ios(self) -> list[LayerIO]:
-        """What the backward pass brought: a LayerIO for every site, in order."""
+        """What the backward pass brought: a LayerIO for every layer, in order.
+
+        A layer is a site, or all sites that a tied parameter connects.
+        """
         with exact(self._device):
-            return [self._layer_io(item) for item in self._covered]
+            return [self._joined(group) for group in tied_groups(self._covered)]
+
+    def _joined(self, group: list[Covered]) -> LayerIO:
+        ios = [self._layer_io(item) for item in group]
+        return ios[0] if len(ios) == 1 else joined(group[0].site.name, ios)
 
     def _layer_io(self, item: Covered) -> LayerIO:
         site, server = item.site, item.server
         if isinstance(server, ExpandedServer):
             return server.layer_io(site, self._leaves)
+        module = self._model.get_submodule(site.name)
+        if isinstance(server, RewrittenServer):
+            uses = self._tapes[site.name].close()
+            for use in uses:
+                self._check_batch(site.label, use.call.x)
+            if uses:
+                return server.layer_io(site, module, uses)
+            return UnreachedIO(site.name, self._batch_size, self._device)
         calls = [c.close(site.label) for c in self._calls[site.name] if c.reached]
         if not calls:
             return UnreachedIO(site.name, self._batch_size, self._device)
         if isinstance(server, RuleServer):
             for call in calls:
                 self._check_batch(site.label, call.x)
-        module = self._model.get_submodule(site.name)
         return server.layer_io(site, module, calls, self._values)
 
     def _check_batch(self, label: str, x: Tensor) -> None:
@@ -174,14 +204,43 @@ class Recording:
             )
 
 
-class _OpenCall:
-    """A call whose output gradients are still to come."""
+class _Tape:
+    """Listens to a rewritten forward; ``calls`` is where its open calls go."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, calls: list[_OpenCall], label: str) -> None:
+        self._calls, self._label = calls, label
+        self._uses: list[tuple[str, str | None, _OpenCall]] = []
+
+    def watch(self, output: Tensor) -> tuple[Tensor, Any]:
+        refuse_checkpointing(self._label)
+        if not torch.is_grad_enabled():
+            return NO_TAPE.watch(output)
+        call = _OpenCall((), {})
+        return call.watch(output), call
+
+    def use(self, weight: str, bias: str | None, x: Tensor, seen: Any) -> None:
+        if seen is not None:
+            call = _OpenCall((x,), {}, seen)
+            self._calls.append(call)
+            self._uses.append((weight, bias, call))
+
+    def close(self) -> list[Use]:
+        return [Use(w, b, c.close(self._label)) for w, b, c in self._uses if c.reached]
+
+
+class _OpenCall:
+    """A call whose output gradients are still to come, or come to another one."""
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        same: _OpenCall | None = None,
+    ) -> None:
         self.args = tree_map(_detached, args)
         self.kwargs = tree_map(_detached, kwargs)
         self._versions = [_version(x) for x in self._tensors()]
-        self._d: list[Tensor | None] = []
+        self._d: list[Tensor | None] = [] if same is None else same._d
 
     def _tensors(self) -> list[Tensor]:
         leaves, _ = tree_flatten((self.args, self.kwargs))

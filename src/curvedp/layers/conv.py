@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,23 @@ from torch import Tensor, nn
 
 from curvedp.layers.dense import CHUNK_ELEMENTS, Geometry
 
-__all__ = ["ConvGeometry"]
+__all__ = ["ConvGeometry", "transposed_input"]
+
+_Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+
+def transposed_input(module: _Transposed, x: Tensor, d: Tensor) -> Tensor:
+    """Output gradients as the input of the adjoint convolution, whose output is x.
+
+    Padding is put on and output padding, which no weight reaches, is taken off:
+    ``(n - 1) stride + dilation (kernel - 1) + 1`` values a dimension, n those of x.
+    """
+    padding: Sequence[Any] = module.padding
+    d = F.pad(d, [p for p in reversed(padding) for _ in range(2)])
+    steps = zip(module.stride, module.dilation, module.kernel_size, strict=True)
+    for i, (s, dil, k) in enumerate(steps):
+        d = d.narrow(2 + i, 0, (x.shape[2 + i] - 1) * s + dil * (k - 1) + 1)
+    return d
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,13 @@ class ConvGeometry(Geometry):
             else module.padding_mode,
         )
 
+    @classmethod
+    def transposed(cls, module: _Transposed) -> ConvGeometry:
+        """Of the convolution that a transposed one is the adjoint of, padding apart."""
+        zeros = [0] * (2 * len(module.kernel_size))
+        weight, groups = module.weight.shape, module.groups
+        return cls(weight, module.stride, module.dilation, groups, zeros, "constant")
+
     @property
     def kernel(self) -> torch.Size:
         """Kernel size, a number a spatial dimension."""
@@ -73,11 +97,12 @@ class ConvGeometry(Geometry):
             zip(self.kernel, self.stride, self.dilation, strict=True)
         ):
             x = x.unfold(3 + i, dil * (k - 1) + 1, s)[..., ::dil]
-        # [b, G, C/G, *out, *kernel] -> [b, G, T, C/G * kernel]
+        # [b, G, C/G, *out, *kernel] -> [b, G, C/G * kernel, T], and seen from the other
+        # side: copied this way, whole lines of the image stay together
         out = x.shape[3 : 3 + n]
-        order = [0, 1, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n)]
+        order = [0, 1, 2, *range(3 + n, 3 + 2 * n), *range(3, 3 + n)]
         patch = x.shape[2] * math.prod(self.kernel)
-        return x.permute(order).reshape(b, self.groups, math.prod(out), patch)
+        return x.permute(order).reshape(b, self.groups, patch, math.prod(out)).mT
 
     def output_rows(self, d: Tensor) -> Tensor:
         return d.reshape(d.shape[0], self.groups, d.shape[1] // self.groups, -1).mT

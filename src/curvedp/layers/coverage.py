@@ -8,16 +8,20 @@ or vmap), and then *checks* the result on synthetic inputs: see
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from curvedp.errors import CouplingError, CoverageError
-from curvedp.layers.direct import Covered
-from curvedp.layers.resolve import resolve, subtree_site
+from curvedp.layers.covered import Covered, tied_groups
+from curvedp.layers.recurrent import find_rewrite
+from curvedp.layers.resolve import first_names, resolve, subtree_site
+from curvedp.layers.rewrite import Rewrite
 from curvedp.layers.rules import Rule, Site, find_rule
 from curvedp.layers.synthetic import Synthesiser
 from curvedp.layers.verify import PerExampleLoss, perturbed_parameters, verify
@@ -38,7 +42,15 @@ class Coverage:
     @property
     def parameters(self) -> list[str]:
         """Full names of all parameters that are trained privately."""
-        return [f for item in self.covered for f in item.site.parameters.values()]
+        return [name for layer in self.layers for name in layer]
+
+    @property
+    def layers(self) -> list[list[str]]:
+        """Parameters of every layer: of a site, or of sites that a tie connects."""
+        return [
+            list(dict.fromkeys(f for i in group for f in i.site.parameters.values()))
+            for group in tied_groups(self.covered)
+        ]
 
     def explain(self) -> str:
         """A line per site: name, what serves it, its parameters."""
@@ -108,22 +120,11 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 def refuse_structure(model: nn.Module) -> None:
     """Refuse what is known not to work, before any pass."""
-    owners: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if p.requires_grad:
-            owners.setdefault(id(p), []).append(name)
-    if not owners:
+    if not any(p.requires_grad for p in model.parameters()):
         raise CoverageError(
             "the model has no trainable parameter",
             "set requires_grad=True on what you want to train",
         )
-    for names in owners.values():
-        if len(names) > 1:
-            raise CoverageError(
-                f"one parameter is shared by {' and '.join(map(repr, names))}: the "
-                "contributions of both uses would have to be clipped together",
-                "give each use its own parameter (untie the weights), or freeze it",
-            )
     for name, module in model.named_modules():
         _refuse_module(name or "(the model itself)", module)
 
@@ -147,7 +148,7 @@ def _refuse_module(name: str, module: nn.Module) -> None:
             f"layer {name!r} ({kind}) keeps running statistics of private data",
             "build it with track_running_stats=False",
         )
-    if isinstance(module, nn.Embedding) and (
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
         module.max_norm is not None or module.scale_grad_by_freq
     ):
         raise CouplingError(
@@ -155,25 +156,46 @@ def _refuse_module(name: str, module: nn.Module) -> None:
             "depend on the whole batch",
             "build it without them",
         )
+    if isinstance(module, nn.MultiheadAttention) and module.dropout > 0:
+        same = type(module).forward is nn.MultiheadAttention.forward
+        if same and any(p.requires_grad for p in module.parameters()):
+            raise CoverageError(
+                f"layer {name!r} ({kind}) has dropout={module.dropout:g} inside its "
+                "attention, where the masks cannot be drawn again for one example",
+                f"set its dropout to 0 ({name}.dropout = 0.0; dropout layers outside "
+                "of it may stay), or build the attention from nn.Linear layers",
+            )
 
 
-def _scan(module: nn.Module, prefix: str = "") -> Iterator[tuple[Site, Rule | None]]:
-    """Sites with the rule that serves them, or None where none does."""
-    own = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
-    children = list(module.named_children())
-    if own or hasattr(module, "parametrizations"):
-        rule = find_rule(module)
-        kind = type(module).__name__
+def _scan(model: nn.Module) -> Iterator[tuple[Site, Rule | Rewrite | None]]:
+    """Sites with the rule that serves them, or None where none does.
+
+    A module under several names is one site, under the first of them.
+    """
+    first = first_names(model)
+    names = list(model.named_parameters(remove_duplicate=False))
+    counts = Counter(p for _, p in names)
+    done: set[nn.Module] = set()
+
+    def visit(module: nn.Module, prefix: str) -> Iterator[Any]:
+        if module in done:
+            return
+        done.add(module)
         if hasattr(module, "parametrizations"):
-            yield subtree_site(module, prefix), None
+            done.update(module.modules())
+            yield subtree_site(module, prefix, model), None
             return
-        names = {n: _join(prefix, n) for n in own}
-        yield Site(prefix, names, kind if rule else ""), rule
-        if rule is not None:
-            return
-    for name, child in children:
-        yield from _scan(child, _join(prefix, name))
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        trained = {n: p for n, p in own if p.requires_grad}
+        if trained:
+            rule = find_rule(module) or find_rewrite(module)
+            kind = type(module).__name__ if rule else ""
+            if rule is None and any(counts[p] > 1 for p in trained.values()):
+                kind = "vmap"  # copies of a tied parameter would reach other modules
+            yield Site(prefix, {n: first[p] for n, p in trained.items()}, kind), rule
+            if rule is not None:
+                return
+        for name, child in module.named_children():
+            yield from visit(child, f"{prefix}.{name}" if prefix else name)
 
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+    yield from visit(model, "")

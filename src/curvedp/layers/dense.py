@@ -20,7 +20,8 @@ Where the ``d_t a_t^T`` nearly cancel, a float32 norm can come out far too small
 the example would contribute many times the bound (``tests/clipping/test_rounding.py``
 has one that reaches 500 C). So norms are computed in float64 wherever the device is not
 much slower at that, and are raised by what rounding can still hide. With
-``S = sum_t ||d_t|| ||a_t||``, u the round-off of the norm and v that of the sum:
+``S = ||d|| ||a|| >= sum_t ||d_t|| ||a_t||`` (over all positions), u the round-off of
+the norm and v that of the sum:
 
 - Gram: ``gram + u (p + r + T) S^2``; instantiate: ``(||g|| + u T S)^2``. In float64
   that is nothing; in float32 (a GPU without fast float64) the third to fifth digit.
@@ -112,45 +113,49 @@ class DenseIO(LayerIO):
     def batch_size(self) -> int:
         return self.calls[0][0].shape[0]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
     def rows(self, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """``a [b, G, T, p]`` (bias column included) and ``d [b, G, T, r]``."""
-        pairs = [self._call_rows(x[part], d[part]) for x, d in self.calls]
-        if len(pairs) == 1:
-            return pairs[0]
-        return torch.cat([a for a, _ in pairs], 2), torch.cat([d for _, d in pairs], 2)
-
-    def _call_rows(self, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(d)
-        a = self.geometry.input_rows(x.to(dtype))
+        a, d = self._rows(part, compute_dtype(self.calls[0][1]))
         if self.bias is not None:
             a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
-        return a, self.geometry.output_rows(d.to(dtype))
+        return a, d
+
+    def _rows(self, part: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same without the bias column, which is cheaper to account for apart."""
+        inputs = [self.geometry.input_rows(x[part].to(dtype)) for x, _ in self.calls]
+        outputs = [self.geometry.output_rows(d[part].to(dtype)) for _, d in self.calls]
+        if len(self.calls) == 1:
+            return inputs[0], outputs[0]
+        return torch.cat(inputs, 2), torch.cat(outputs, 2)
 
     def sq_norms(self) -> Tensor:
         return torch.cat([self._sq_norms(*item) for item in self._chunks()])
 
     def _sq_norms(self, part: slice, method: NormMethod) -> Tensor:
-        a, d = self.rows(part)
+        summed_in = compute_dtype(self.calls[0][1])
+        a, d = self._rows(part, norm_dtype(self.calls[0][1]))
         t, p, r = a.shape[2], a.shape[3], d.shape[3]
-        lengths = _norms(a) * _norms(d)  # [b, G, T]
+        ones = 0.0 if self.bias is None else 1.0  # the bias column, squared
+        spread = self._sq_spread(a, d)
         if t == 1:  # the norm of an outer product
-            return lengths.square().sum((1, 2))
-        # S^2; the groups are disjoint parts of g_i
-        spread = lengths.sum(2).square().sum(1)
-        in_sum = (t + 8) * ROUNDING[a.dtype]
-        a, d = a.to(norm_dtype(a)), d.to(norm_dtype(d))
-        in_norm = ROUNDING[a.dtype]
+            return spread
+        in_norm, in_sum = ROUNDING[a.dtype], (t + 8) * ROUNDING[summed_in]
         if method is NormMethod.GRAM:
-            gram = ((a @ a.mT) * (d @ d.mT)).sum((1, 2, 3)).clamp_min(0).double()
-            squares = gram + (p + r + t + 8) * in_norm * spread
+            gram = ((a @ a.mT + ones) * (d @ d.mT)).sum((1, 2, 3)).clamp_min(0)
+            squares = gram.double() + (p + r + t + 8) * in_norm * spread
         else:
-            norms = _norms((d.mT @ a).flatten(1))
-            squares = (norms + (t + 8) * in_norm * spread.sqrt()).square()
+            exact = _sq(d.mT @ a).sum(1) + ones * _sq(d.sum(2, keepdim=True)).sum(1)
+            hidden = (t + 8) * in_norm * spread.sqrt()
+            squares = (exact.sqrt() + hidden).square()
         return squares + in_sum**2 * spread
 
     def _chunks(self) -> Iterator[tuple[slice, NormMethod]]:
         """Slices of the batch whose scratch memory stays bounded, with the method."""
-        a, d = self.rows(slice(0, 1))
+        a, d = self._rows(slice(0, 1), compute_dtype(self.calls[0][1]))
         _, groups, t, p = a.shape
         r = d.shape[-1]
         method = self.method or choose_method(t, p, r)
@@ -188,6 +193,21 @@ class DenseIO(LayerIO):
         ]
         return replace(self, calls=calls)
 
+    def take(self, part: slice) -> DenseIO:
+        return replace(self, calls=[(x[part], d[part]) for x, d in self.calls])
+
+    def spread(self) -> tuple[Tensor, float]:
+        dtype = norm_dtype(self.calls[0][1])
+        rows = [self._rows(part, dtype) for part, _ in self._chunks()]
+        positions = rows[0][0].shape[2]
+        rounding = (positions + 8) * ROUNDING[compute_dtype(self.calls[0][1])]
+        return torch.cat([self._sq_spread(a, d).sqrt() for a, d in rows]), rounding
+
+    def _sq_spread(self, a: Tensor, d: Tensor) -> Tensor:
+        """``S^2``, the bias column included; groups are disjoint parts of ``g_i``."""
+        ones = 0.0 if self.bias is None else float(a.shape[2])
+        return ((_sq(a) + ones) * _sq(d)).sum(1)
+
     def per_example(self) -> dict[str, Tensor]:
         a, d = self.rows()
         g = d.mT @ a  # [B, G, r, p (+1)]
@@ -199,7 +219,7 @@ class DenseIO(LayerIO):
         return grads
 
 
-def _norms(x: Tensor) -> Tensor:
-    """Norm of every row; in float64, where the square of a float32 cannot underflow."""
-    norms: Tensor = torch.linalg.vector_norm(x.to(norm_dtype(x)), dim=-1)
-    return norms.double()
+def _sq(x: Tensor) -> Tensor:
+    """Squared norm over the last two dimensions, whichever lies first in memory."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
+    return norms.double().square()

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from curvedp.layers.functional import call_with
 from curvedp.layers.io import DirectIO, LayerIO
 from curvedp.layers.rules import Call, Rule, Site
 
 __all__ = [
-    "Covered",
     "Expanded",
     "ExpandedServer",
     "RuleServer",
@@ -166,7 +166,7 @@ class VmapServer:
             args, kwargs = tree_unflatten(own, spec)
 
             def run(parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
-                output = functional_call(module, parameters, args, kwargs)
+                output = call_with(module, parameters, args, kwargs)
                 tensors = float_tensors(output)
                 return tuple(tensors[i].squeeze(0) for i in used)
 
@@ -181,14 +181,6 @@ class VmapServer:
             warnings.filterwarnings("ignore", message=".*batching rule.*")
             result: dict[str, Tensor] = mapped(leaves, cotangents)
         return result
-
-
-@dataclass(frozen=True)
-class Covered:
-    """A site together with what serves it."""
-
-    site: Site
-    server: RuleServer | ExpandedServer | VmapServer
 
 
 def float_tensors(output: Any) -> list[Tensor]:

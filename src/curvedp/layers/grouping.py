@@ -15,6 +15,7 @@ from torch import Tensor
 
 from curvedp.layers.dense import DenseIO, Geometry
 from curvedp.layers.io import DirectIO, LayerIO, UnreachedIO
+from curvedp.layers.joined import JoinedIO
 from curvedp.layers.lookup import LookupIO
 
 __all__ = ["grouped"]
@@ -35,6 +36,8 @@ def grouped(io: LayerIO, slots: int) -> LayerIO:
     if isinstance(io, LookupIO):
         calls = [(_persons(i, slots), _persons(d, slots)) for i, d in io.calls]
         return replace(io, calls=calls)
+    if isinstance(io, JoinedIO):
+        return replace(io, parts=[grouped(part, slots) for part in io.parts])
     # small gradients, and whatever form has no shorter way: written down and added up
     summed = {n: _persons(g, slots).sum(1) for n, g in io.per_example().items()}
     return DirectIO(io.name, summed)

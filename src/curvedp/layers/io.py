@@ -10,21 +10,23 @@ per-example gradients ``g_i`` of their layer without keeping those:
   zero: ``0 * nan`` is ``nan``);
 - ``per_example()``: the ``g_i`` themselves, for tests and for small layers.
 
-Three forms cover all layers: :class:`~curvedp.layers.dense.DenseIO` (linear layers and
+Three forms cover all weights: :class:`~curvedp.layers.dense.DenseIO` (linear layers and
 convolutions, ``g_i = sum_t d_t a_t^T``), :class:`~curvedp.layers.lookup.LookupIO`
-(embeddings) and :class:`DirectIO` here (gradients small enough to write down).
+(embeddings) and :class:`DirectIO` here (gradients small enough to write down). Layers
+of several weights, and weights that modules share, are made of these by
+:class:`~curvedp.layers.joined.JoinedIO`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from curvedp.layers.precision import compute_dtype, norm_dtype
+from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
 
 __all__ = ["DirectIO", "LayerIO", "UnreachedIO", "replace_examples"]
 
@@ -40,6 +42,11 @@ class LayerIO(ABC):
     def batch_size(self) -> int:
         """Number of examples B, padding included."""
 
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """Full names of the parameters whose gradients it knows."""
+
     @abstractmethod
     def sq_norms(self) -> Tensor:
         """Upper bound on the squared norm of every gradient, ``[B]``, float64."""
@@ -51,6 +58,18 @@ class LayerIO(ABC):
     @abstractmethod
     def keep(self, mask: Tensor) -> LayerIO:
         """A copy in which examples with ``mask[i] == False`` are replaced by zero."""
+
+    @abstractmethod
+    def take(self, part: slice) -> LayerIO:
+        """The examples of a slice, alone."""
+
+    @abstractmethod
+    def spread(self) -> tuple[Tensor, float]:
+        """How much can cancel: ``S [B]`` and the rounding of ``weighted_sum``.
+
+        S is the sum of the lengths of the terms that ``g_i`` is a sum of, and
+        ``rounding * S`` bounds the rounding error of what one example adds to a sum.
+        """
 
     @abstractmethod
     def per_example(self) -> dict[str, Tensor]:
@@ -83,6 +102,10 @@ class UnreachedIO(LayerIO):
     def batch_size(self) -> int:
         return self.examples
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ()
+
     def sq_norms(self) -> Tensor:
         return torch.zeros(self.examples, device=self.device, dtype=torch.float64)
 
@@ -91,6 +114,12 @@ class UnreachedIO(LayerIO):
 
     def keep(self, mask: Tensor) -> UnreachedIO:
         return self
+
+    def take(self, part: slice) -> UnreachedIO:
+        return replace(self, examples=len(range(self.examples)[part]))
+
+    def spread(self) -> tuple[Tensor, float]:
+        return self.sq_norms(), 0.0
 
     def per_example(self) -> dict[str, Tensor]:
         return {}
@@ -112,6 +141,10 @@ class DirectIO(LayerIO):
     def batch_size(self) -> int:
         return next(iter(self.grads.values())).shape[0]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.grads)
+
     def sq_norms(self) -> Tensor:
         total: Tensor | float = 0.0
         for g in self.grads.values():
@@ -131,6 +164,13 @@ class DirectIO(LayerIO):
     def keep(self, mask: Tensor) -> DirectIO:
         kept = {n: replace_examples(g, mask) for n, g in self.grads.items()}
         return DirectIO(self.name, kept)
+
+    def take(self, part: slice) -> DirectIO:
+        return DirectIO(self.name, {n: g[part] for n, g in self.grads.items()})
+
+    def spread(self) -> tuple[Tensor, float]:
+        g = next(iter(self.grads.values()))
+        return self.sq_norms().sqrt(), 8 * ROUNDING[compute_dtype(g)]
 
     def per_example(self) -> dict[str, Tensor]:
         return {n: g.to(compute_dtype(g)) for n, g in self.grads.items()}

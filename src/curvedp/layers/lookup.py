@@ -40,7 +40,11 @@ class LookupIO(LayerIO):
     def batch_size(self) -> int:
         return self.calls[0][0].shape[0]
 
-    def _tokens(self) -> tuple[Tensor, Tensor]:
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,)
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
         """All calls together: ids ``[B, T]`` and ``d [B, T, r]``, padding removed."""
         b = self.batch_size
         ids = torch.cat([i.reshape(b, -1) for i, _ in self.calls], 1)
@@ -53,7 +57,7 @@ class LookupIO(LayerIO):
     def sq_norms(self) -> Tensor:
         # Sort each example's tokens so that equal ones are neighbours, number the
         # runs, and add each run up: a sum of squares of the true rows, in fixed shapes.
-        ids, d = self._tokens()
+        ids, d = self.tokens()
         in_sum = (ids.shape[1] + 8) * ROUNDING[d.dtype]
         d = d.to(norm_dtype(d))
         ids, order = ids.sort(dim=1)
@@ -74,7 +78,7 @@ class LookupIO(LayerIO):
         return (norms.double() + hidden).square() + in_sum**2 * spread
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        ids, d = self._tokens()
+        ids, d = self.tokens()
         scaled = d * weights.to(d.dtype).reshape(-1, 1, 1)
         table = d.new_zeros(self.rows, d.shape[-1])
         table.index_add_(0, ids.flatten(), scaled.flatten(0, 1))
@@ -85,8 +89,16 @@ class LookupIO(LayerIO):
             self, calls=[(i, replace_examples(d, mask)) for i, d in self.calls]
         )
 
+    def take(self, part: slice) -> LookupIO:
+        return replace(self, calls=[(i[part], d[part]) for i, d in self.calls])
+
+    def spread(self) -> tuple[Tensor, float]:
+        ids, d = self.tokens()
+        lengths = torch.linalg.vector_norm(d.to(norm_dtype(d)), dim=-1)
+        return lengths.double().sum(1), (ids.shape[1] + 8) * ROUNDING[d.dtype]
+
     def per_example(self) -> dict[str, Tensor]:
-        ids, d = self._tokens()
+        ids, d = self.tokens()
         table = d.new_zeros(self.batch_size, self.rows, d.shape[-1])
         table.scatter_add_(1, ids.unsqueeze(-1).expand_as(d), d)
         return {self.weight: table}

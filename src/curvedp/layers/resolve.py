@@ -13,39 +13,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten
 
 from curvedp.errors import CoverageError
 from curvedp.layers.capture import Recording
+from curvedp.layers.covered import Covered
 from curvedp.layers.direct import (
-    Covered,
     Expanded,
     ExpandedServer,
     RuleServer,
     VmapServer,
     float_tensors,
 )
+from curvedp.layers.functional import call_with
+from curvedp.layers.refuse import refuse_call
+from curvedp.layers.rewrite import NO_TAPE, Rewrite, RewrittenServer, forwards
 from curvedp.layers.rules import Call, Rule, Site
 from curvedp.layers.synthetic import Synthesiser, as_call
 from curvedp.layers.verify import close
 
-__all__ = ["resolve", "subtree_site"]
+__all__ = ["first_names", "resolve", "subtree_site"]
 
 
-def subtree_site(module: nn.Module, prefix: str) -> Site:
+def subtree_site(module: nn.Module, prefix: str, model: nn.Module) -> Site:
     """A site for a module taken as a whole, with every trainable parameter inside."""
-    names = {
-        own: f"{prefix}.{own}" if prefix else own
-        for own, p in module.named_parameters()
-        if p.requires_grad
-    }
+    first = first_names(model)
+    names = {n: first[p] for n, p in module.named_parameters() if p.requires_grad}
     return Site(prefix, names, "vmap")
+
+
+def first_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Every parameter's name: of those that a tied one has, the first."""
+    return {p: name for name, p in model.named_parameters()}
 
 
 def resolve(
     model: nn.Module,
-    ruled: list[tuple[Site, Rule]],
+    ruled: list[tuple[Site, Rule | Rewrite]],
     unruled: list[Site],
     synthesise: Synthesiser,
     parameters: dict[str, Tensor],
@@ -54,6 +58,9 @@ def resolve(
     """Give every site its server; sites inside a vmapped one fall to it."""
     sites = [site for site, _ in ruled] + unruled
     observed = _observe(model, sites, synthesise, parameters, seed)
+    for site in sites:
+        for args, kwargs in observed[site.name].calls:
+            refuse_call(site.label, model.get_submodule(site.name), args, kwargs)
     covered: list[Covered] = []
     for site in unruled:
         if not any(_inside(site.name, c.site) for c in covered if _is_whole(c)):
@@ -62,8 +69,14 @@ def resolve(
     wholes = [c.site for c in covered if _is_whole(c)]
     for site, rule in ruled:
         if not any(_inside(site.name, whole) for whole in wholes):
-            _refuse_uncalled(site, observed[site.name])
             seen = observed[site.name]
+            if not seen.calls and _served_elsewhere(site, sites, observed):
+                continue  # tied to a layer that is called
+            _refuse_uncalled(site, seen)
+            if isinstance(rule, Rewrite):
+                _check_rewrite(model, site, rule, seen, parameters)
+                covered.append(Covered(site, RewrittenServer(rule)))
+                continue
             server = RuleServer(rule, seen.shared, seen.shared_dims)
             covered.append(Covered(site, server))
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -143,6 +156,48 @@ def _refuse_uncalled(site: Site, observed: _Observed) -> None:
         )
 
 
+def _served_elsewhere(
+    site: Site, sites: list[Site], observed: dict[str, _Observed]
+) -> bool:
+    """Whether all parameters belong to other sites too, which are called."""
+    names: set[str] = set()
+    for other in sites:
+        if other is not site and observed[other.name].calls:
+            names.update(other.parameters.values())
+    return names.issuperset(site.parameters.values())
+
+
+def _check_rewrite(
+    model: nn.Module,
+    site: Site,
+    rewrite: Rewrite,
+    observed: _Observed,
+    parameters: dict[str, Tensor],
+) -> None:
+    """The rewritten forward gives what the module's own gives, without dropout."""
+    module = model.get_submodule(site.name)
+    values = {own: parameters[full] for own, full in site.parameters.items()}
+    forward = RewrittenServer(rewrite).bound(module, site, NO_TAPE)
+    training = module.training
+    module.training = False
+    try:
+        with torch.no_grad():
+            for args, kwargs in observed.calls:
+                own = call_with(module, values, args, kwargs)
+                with forwards({module: forward}):
+                    other = call_with(module, values, args, kwargs)
+                pairs = zip(float_tensors(own), float_tensors(other), strict=True)
+                if not all(close(x, y) for x, y in pairs):
+                    raise CoverageError(
+                        f"layer {site.label!r} ({type(module).__name__}) does not "
+                        "compute what its type does",
+                        "remove what changes its output (a hook, an attribute set "
+                        "after it was built), or write it with nn.Linear",
+                    )
+    finally:
+        module.training = training
+
+
 def _serve(
     model: nn.Module,
     site: Site,
@@ -153,7 +208,7 @@ def _serve(
     """Expanded copies if every parameter allows them, otherwise the whole subtree."""
     _refuse_uncalled(site, observed)
     module = model.get_submodule(site.name)
-    whole = subtree_site(module, site.name)
+    whole = subtree_site(module, site.name, model)
     values = {own: parameters[full] for own, full in whole.parameters.items()}
     reason = "no way to its per-example gradients passed the check"
     try:
@@ -265,7 +320,7 @@ def _run(
 ) -> list[list[Tensor]]:
     torch.manual_seed(seed)  # the same dropout masks in every run
     return [
-        float_tensors(functional_call(module, values, args, kwargs))
+        float_tensors(call_with(module, values, args, kwargs))
         for args, kwargs in observed.calls
     ]
 

@@ -12,17 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvedp.layers.conv import ConvGeometry
-from curvedp.layers.dense import DenseIO
+from curvedp.layers.conv import ConvGeometry, transposed_input
+from curvedp.layers.dense import DenseIO, Geometry
 from curvedp.layers.io import DirectIO, LayerIO
+from curvedp.layers.joined import joined
 from curvedp.layers.linear import LinearGeometry
 from curvedp.layers.lookup import LookupIO
 from curvedp.layers.precision import compute_dtype
+from curvedp.layers.refuse import refuse_call
 
-__all__ = ["Call", "Rule", "Site", "find_rule"]
+__all__ = ["Call", "Rule", "Site", "dense", "find_rule"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Site:
 
     Attributes:
         name: module name in the model ("" is the model itself).
-        parameters: own name to full name, of the *trainable* parameters it serves.
+        parameters: own name to full name, of the *trainable* parameters it serves. A
+            parameter with several names in the model goes by the first one.
         kind: what serves it, for people to read: a type name, "expanded" or "vmap".
     """
 
@@ -73,6 +77,8 @@ Rule = Callable[[Site, nn.Module, Sequence[Call]], LayerIO]
 def find_rule(module: nn.Module) -> Rule | None:
     """The rule for a module, or None if only the general ways serve it."""
     own = {name for name, _ in module.named_parameters(recurse=False)}
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        return None
     for base, rule in _RULES.items():
         if isinstance(module, base) and own <= {"weight", "bias"}:
             same_forward = type(module).forward is base.forward
@@ -91,17 +97,16 @@ def _used(calls: Sequence[Call]) -> list[tuple[Tensor, Tensor]]:
 
 def _linear(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
     assert isinstance(module, nn.Linear)
-    return _dense(site, LinearGeometry(module.weight.shape), calls)
+    return dense(site, LinearGeometry(module.weight.shape), calls)
 
 
 def _conv(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    return _dense(site, ConvGeometry.of(module), calls)
+    return dense(site, ConvGeometry.of(module), calls)
 
 
-def _dense(
-    site: Site, geometry: LinearGeometry | ConvGeometry, calls: Sequence[Call]
-) -> LayerIO:
+def dense(site: Site, geometry: Geometry, calls: Sequence[Call]) -> LayerIO:
+    """Linear layers of any geometry: ``g_i = sum_t d_t a_t^T``."""
     pairs = _used(calls)
     weight, bias = site.parameters.get("weight"), site.parameters.get("bias")
     if weight is not None:
@@ -120,6 +125,62 @@ def _embedding(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
         module.padding_idx,
         _used(calls),
     )
+
+
+def _conv_transposed(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
+    """Transposed convolutions: a convolution with input and output exchanged.
+
+    ``dw_i = sum_t x_t (patch of d)_t^T`` with the patches that the convolution of the
+    same stride, padding, dilation and groups cuts from d; ``db_i = sum_t d_t``.
+    """
+    assert isinstance(
+        module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+    )
+    parts: list[LayerIO] = []
+    weight, bias = site.parameters.get("weight"), site.parameters.get("bias")
+    if weight is not None:
+        pairs = [(transposed_input(module, x, d), x) for x, d in _used(calls)]
+        geometry = ConvGeometry.transposed(module)
+        parts.append(DenseIO(site.name, weight, None, pairs, geometry))
+    if bias is not None:
+        total: Tensor | None = None
+        for _, d in _used(calls):
+            g = d.to(compute_dtype(d)).flatten(2).sum(2)
+            total = g if total is None else total + g
+        assert total is not None
+        parts.append(DirectIO(site.name, {bias: total}))
+    return joined(site.name, parts)
+
+
+def _embedding_bag(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
+    """Bags ``[B, N]``: a lookup whose positions share the bag's gradient.
+
+    ``d_t = w_t d`` with ``w_t`` = 1 (sum), the sample's weight, or ``1 / N`` (mean; N
+    counts no padding).
+    """
+    assert isinstance(module, nn.EmbeddingBag)
+    pairs = []
+    for call in calls:
+        names = ("input", "offsets", "per_sample_weights")
+        given = dict(zip(names, call.args, strict=False)) | call.kwargs
+        refuse_call(site.label, module, call.args, call.kwargs)
+        ids, d = call.x, call.d[0]
+        if d is None:
+            continue
+        d = d.to(compute_dtype(d))
+        weights = given.get("per_sample_weights")
+        if weights is not None:
+            share = weights.to(d.dtype)
+        elif module.mode == "mean":
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            real = (ids != padding).to(d.dtype)
+            share = real / real.sum(1, keepdim=True).clamp_min(1)
+        else:
+            share = torch.ones_like(ids, dtype=d.dtype)
+        pairs.append((ids, share.unsqueeze(2) * d.unsqueeze(1)))
+    weight = site.parameters["weight"]
+    rows, padding_idx = module.num_embeddings, module.padding_idx
+    return LookupIO(site.name, weight, rows, padding_idx, pairs)
 
 
 def _norm(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
@@ -156,7 +217,11 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Conv1d: _conv,
     nn.Conv2d: _conv,
     nn.Conv3d: _conv,
+    nn.ConvTranspose1d: _conv_transposed,
+    nn.ConvTranspose2d: _conv_transposed,
+    nn.ConvTranspose3d: _conv_transposed,
     nn.Embedding: _embedding,
+    nn.EmbeddingBag: _embedding_bag,
     nn.LayerNorm: _norm,
     nn.RMSNorm: _norm,
     nn.GroupNorm: _norm,

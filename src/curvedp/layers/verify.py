@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from curvedp.errors import (
@@ -31,7 +30,10 @@ from curvedp.errors import (
     CurvedpError,
 )
 from curvedp.layers.capture import Recording
-from curvedp.layers.direct import Covered, float_tensors
+from curvedp.layers.covered import Covered
+from curvedp.layers.direct import ExpandedServer, RuleServer, float_tensors
+from curvedp.layers.functional import call_with
+from curvedp.layers.rewrite import NO_TAPE, RewrittenServer, forwards
 from curvedp.layers.synthetic import Batch, Synthesiser, as_call
 
 __all__ = ["PerExampleLoss", "close", "perturbed_parameters", "verify"]
@@ -119,10 +121,20 @@ class _Check:
         self._loss, self._seed = loss, seed
 
     def outputs(self, batch: Batch, parameters: Mapping[str, Tensor]) -> Any:
-        """Plain forward pass, as autograd sees it."""
+        """Plain forward pass, as autograd sees it.
+
+        Fused modules are rewritten here too, which draw dropout masks of their own;
+        that both forwards compute the same has been seen before.
+        """
         torch.manual_seed(self._seed)
         args, kwargs = as_call(batch.inputs)
-        return functional_call(self.model, dict(parameters), args, kwargs)
+        rewritten = {}
+        for item in self.covered:
+            if isinstance(item.server, RewrittenServer):
+                module = self.model.get_submodule(item.site.name)
+                rewritten[module] = item.server.bound(module, item.site, NO_TAPE)
+        with forwards(rewritten):
+            return call_with(self.model, parameters, args, kwargs)
 
     def losses(self, output: Any, batch: Batch) -> Tensor:
         """Per-example losses: the user's, or a random projection of the outputs."""
@@ -163,8 +175,16 @@ class _Check:
         except CurvedpError:
             raise
         except (RuntimeError, ValueError, IndexError) as error:
-            raise _unfollowable() from error  # the plain pass went well
-        torch.autograd.backward(losses.sum())
+            raise _unfollowable(self.covered) from error  # the plain pass went well
+        try:
+            torch.autograd.backward(losses.sum())
+        except RuntimeError as error:
+            raise CoverageError(
+                "the backward pass fails when the weights are watched: "
+                + str(error).strip().splitlines()[0],
+                "switch gradient checkpointing off, if the model uses it (a smaller "
+                "physical batch saves as much memory)",
+            ) from error
         return recording, losses.detach()
 
     def gradients(self, batch: Batch) -> dict[str, Tensor]:
@@ -213,7 +233,7 @@ def _check_attribution(check: _Check, batch: Batch) -> dict[str, Tensor]:
     leaves = {n: p.clone().requires_grad_() for n, p in check.parameters.items()}
     losses = check.losses(check.outputs(batch, leaves), batch)
     if not close(recorded_losses, losses):
-        raise _unfollowable()
+        raise _unfollowable(check.covered)
     rows = [
         torch.autograd.grad(
             losses[i], list(leaves.values()), retain_graph=True, allow_unused=True
@@ -242,16 +262,26 @@ def _check_attribution(check: _Check, batch: Batch) -> dict[str, Tensor]:
             f"the per-example gradient of {name!r} differs from autograd's: the "
             "parameter is also used outside its module (as in F.linear(h, "
             f"layer.weight)), or its module draws random numbers of its own",
-            "call the module instead of using its weight, or freeze the parameter",
+            "call a module that holds the weight: head = nn.Linear(p, r, bias=False); "
+            "head.weight = layer.weight (tied weights are exact, and checkpoints keep "
+            "fitting); or freeze the parameter",
         )
     return grads
 
 
-def _unfollowable() -> CoverageError:
+def _unfollowable(covered: Sequence[Covered]) -> CoverageError:
+    copied = [
+        repr(full)
+        for item in covered
+        for full in item.site.parameters.values()
+        if isinstance(item.server, ExpandedServer)
+        or (isinstance(item.server, RuleServer) and item.server.shared is not None)
+    ]
     return CoverageError(
         "the model computes something else when its weights are watched: it uses the "
         "shape of a parameter or of a layer's output that has no batch dimension in a "
-        "way that cannot be followed",
+        "way that cannot be followed, or outside of its module"
+        + (f" (one of {', '.join(copied)})" if copied else ""),
         "give broadcast parameters a leading dimension of 1, and position ids the "
         "shape of the batch",
     )

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 __all__ = ["clipped_sum", "per_example_gradients"]
@@ -41,18 +40,14 @@ def per_example_gradients(
         together: run the forward pass on the whole batch. Only where examples must
             share random draws with another run on the same batch (dropout).
     """
-    leaves = {
-        name: p.detach().clone().requires_grad_()
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+    leaves = {n: p for n, p in model.named_parameters() if p.requires_grad}
     rows: list[dict[str, Tensor]] = []
     size = _first_size((inputs, targets))
     batches = [slice(None)] if together else [slice(i, i + 1) for i in range(size)]
     for rows_of_batch in batches:
         x, y = tree_map(lambda t, s=rows_of_batch: _cut(t, s), (inputs, targets))
         args, kwargs = _arguments(x)
-        losses = loss(functional_call(model, leaves, args, kwargs), y)
+        losses = loss(model(*args, **kwargs), y)
         for one in losses:
             grads = torch.autograd.grad(
                 one, list(leaves.values()), retain_graph=True, allow_unused=True
