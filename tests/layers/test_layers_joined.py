@@ -31,8 +31,6 @@ NAMES = [
     "signal-signal-transposed-tied",
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
-
 
 def joined_ios(name):
     net = next(net for net in ALL if str(net) == name)
