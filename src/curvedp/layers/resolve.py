@@ -8,6 +8,7 @@ one-at-a-time autograd, then the general one (vmap over the whole subtree).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from curvedp.layers.refuse import refuse_call
 from curvedp.layers.rewrite import NO_TAPE, Rewrite, RewrittenServer, forwards
 from curvedp.layers.rules import Call, Rule, Site
 from curvedp.layers.synthetic import Synthesiser, as_call
-from curvedp.layers.verify import close
+from curvedp.layers.tolerance import close
 
 __all__ = ["first_names", "resolve", "subtree_site"]
 
@@ -212,17 +213,18 @@ def _serve(
     values = {own: parameters[full] for own, full in whole.parameters.items()}
     reason = "no way to its per-example gradients passed the check"
     try:
+        reference = _reference(module, values, observed, seed)
         if site.kind != "vmap":
             layouts = {}
             for own in site.parameters:
-                layout = _find_layout(module, own, values, observed, seed)
+                layout = _find_layout(module, own, values, observed, reference, seed)
                 if layout is None:
                     break
                 layouts[own] = layout
             else:
                 kept = Site(site.name, site.parameters, "expanded")
                 return Covered(kept, ExpandedServer(layouts))
-        if _vmap_agrees(module, whole, values, observed, seed):
+        if _vmap_agrees(module, values, observed, reference):
             return Covered(whole, VmapServer(observed.batched))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -243,9 +245,12 @@ def _find_layout(
     own: str,
     values: dict[str, Tensor],
     observed: _Observed,
+    reference: _Reference,
     seed: int,
 ) -> Expanded | None:
-    reference = _reference(module, [own], values, observed, seed)
+    expected = reference.grads[own]
+    if expected is None:
+        raise ValueError(f"its output does not depend on {own!r}")
     for layout in Expanded.layouts(values[own]):
         leaf = layout.copies(values[own], observed.batch_size)
         try:
@@ -257,19 +262,18 @@ def _find_layout(
         except (RuntimeError, IndexError, ValueError, AssertionError):
             continue  # this layout does not broadcast as the module uses it
         g = g.reshape(observed.batch_size, *values[own].shape)
-        if close(projected, reference.losses) and close(g, reference.grads[own]):
+        same = close(g, expected, reference.scale)
+        if same and close(projected, reference.losses):
             return layout
     return None
 
 
 def _vmap_agrees(
     module: nn.Module,
-    site: Site,
     values: dict[str, Tensor],
     observed: _Observed,
-    seed: int,
+    reference: _Reference,
 ) -> bool:
-    reference = _reference(module, list(values), values, observed, seed)
     calls = [
         Call(args, kwargs, d)
         for (args, kwargs), d in zip(observed.calls, reference.d, strict=True)
@@ -277,29 +281,42 @@ def _vmap_agrees(
     alone = Site("", {own: own for own in values}, "vmap")
     io = VmapServer(observed.batched).layer_io(alone, module, calls, values)
     grads = io.per_example()
-    return all(close(grads[own], reference.grads[own]) for own in values)
+    for own, expected in reference.grads.items():
+        g = grads[own]
+        expected = torch.zeros_like(g) if expected is None else expected
+        if not close(g, expected, reference.scale):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
 class _Reference:
+    """Losses and per-example gradients by autograd.
+
+    Attributes:
+        losses: a random projection of the outputs, ``[B]``.
+        grads: by own name; None where the outputs do not depend on the parameter.
+        scale: norm of all of them together.
+        d: for each call, the directions of the projection.
+    """
+
     losses: Tensor
-    grads: dict[str, Tensor]
+    grads: dict[str, Tensor | None]
+    scale: float
     d: list[tuple[Tensor, ...]]
 
 
 def _reference(
     module: nn.Module,
-    names: list[str],
     values: dict[str, Tensor],
     observed: _Observed,
     seed: int,
 ) -> _Reference:
-    """Per-example gradients of a random projection of the module's outputs."""
-    leaves = {n: values[n].detach().clone().requires_grad_() for n in names}
-    per_call = _run(module, {**values, **leaves}, observed, seed)
+    leaves = {n: p.detach().clone().requires_grad_() for n, p in values.items()}
+    per_call = _run(module, leaves, observed, seed)
     losses = _project(per_call, observed.batch_size, seed)
     if not losses.requires_grad:
-        unused = ", ".join(map(repr, names))
+        unused = ", ".join(map(repr, values))
         raise ValueError(f"its output does not depend on {unused}")
     rows = [
         torch.autograd.grad(
@@ -307,12 +324,14 @@ def _reference(
         )
         for i in range(observed.batch_size)
     ]
-    grads = {
-        n: torch.stack([torch.zeros_like(p) if r[k] is None else r[k] for r in rows])
-        for k, (n, p) in enumerate(leaves.items())
-    }
+    grads: dict[str, Tensor | None] = {}
+    for k, (n, p) in enumerate(leaves.items()):
+        own = [torch.zeros_like(p) if r[k] is None else r[k] for r in rows]
+        used = any(r[k] is not None for r in rows)
+        grads[n] = torch.stack(own) if used else None
+    lengths = [float(g.double().norm()) for g in grads.values() if g is not None]
     d = [tuple(_directions(outputs, seed)) for outputs in per_call]
-    return _Reference(losses.detach(), grads, d)
+    return _Reference(losses.detach(), grads, math.hypot(*lengths), d)
 
 
 def _run(

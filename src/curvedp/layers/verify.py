@@ -11,11 +11,19 @@ layers hide nothing):
    A weight that is also used outside its module shows up here, by name.
 3. A parameter that nothing reaches (an unused layer, a dead adapter) is named: under
    noise it would do nothing but drift.
+
+All of it runs on a copy of the model in float64 where that is possible, so that a part
+of a gradient of any size that matters is told from rounding, also in a bfloat16 model:
+:mod:`curvedp.layers.tolerance` says what could still pass, and what follows for the
+guarantee. The model itself then makes one recorded pass. A model that cannot be copied
+or run in float64, or is too large for it, is checked in its own dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -23,45 +31,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from curvedp.errors import (
-    ConfigurationError,
-    CouplingError,
-    CoverageError,
-    CurvedpError,
-)
-from curvedp.layers.capture import Recording
+from curvedp.errors import CouplingError, CoverageError
+from curvedp.layers import tolerance
 from curvedp.layers.covered import Covered
-from curvedp.layers.direct import ExpandedServer, RuleServer, float_tensors
-from curvedp.layers.functional import call_with
-from curvedp.layers.rewrite import NO_TAPE, RewrittenServer, forwards
-from curvedp.layers.synthetic import Batch, Synthesiser, as_call
+from curvedp.layers.direct import float_tensors
+from curvedp.layers.synthetic import Batch, Synthesiser
+from curvedp.layers.tolerance import COUPLING, close
+from curvedp.layers.trial import (
+    PerExample,
+    PerExampleLoss,
+    Trial,
+    judges,
+    unfollowable,
+)
 
-__all__ = ["PerExampleLoss", "close", "perturbed_parameters", "verify"]
-
-#: ``loss(output, targets) -> [B]``: the loss of every example on its own.
-PerExampleLoss = Callable[[Any, Any], Tensor]
+__all__ = ["PerExampleLoss", "perturbed_parameters", "verify"]
 
 #: Examples in the check; with more parameters than LARGE, two (memory grows with both).
 EXAMPLES = 3
 LARGE = 20_000_000
-
-#: Largest relative deviation by dtype. A wrong attribution is off by about 1.
-TOLERANCE = {
-    torch.float64: 1e-7,
-    torch.float32: 2e-3,
-    torch.bfloat16: 1e-1,
-    torch.float16: 5e-2,
-}
-
-
-def close(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors agree up to the rounding of their dtype."""
-    if x.shape != y.shape:
-        return False
-    coarsest = max(TOLERANCE.get(t.dtype, 2e-3) for t in (x, y))
-    x, y = x.double(), y.double()
-    scale = torch.maximum(x.norm(), y.norm())
-    return bool((x - y).norm() <= coarsest * scale + 1e-12)
 
 
 def perturbed_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:
@@ -88,114 +76,30 @@ def verify(
     size = EXAMPLES if sum(p.numel() for p in parameters.values()) < LARGE else 2
     generator = torch.Generator().manual_seed(seed + 2)
     batch, other = synthesise(size, generator), synthesise(size, generator)
-    check = _Check(model, covered, loss, parameters, size, seed)
-    _check_forward(check, batch, other)
-    grads = _check_attribution(check, batch)
-    for j in range(size):
-        mixed = check.gradients(_replace_example(batch, other, j))
-        others = [i for i in range(size) if i != j]
-        for name, g in grads.items():
-            if not close(g[others], mixed[name][others]):
-                raise CouplingError(
-                    f"the gradient of {name!r} for one example changes when another "
-                    "example of the batch changes",
-                    "find what couples the examples in the backward pass of that "
-                    "layer (a custom autograd function, a shared normaliser)",
-                )
+    trial = Trial(model, covered, loss, parameters, size, seed)
+    chosen = judges(trial, batch)
+    for check in chosen:
+        own, another = check.cast(batch), check.cast(other)
+        _check_forward(check, own, another)
+        grads, scale = _check_attribution(check, own)
+        strictness = COUPLING if check.sharp else 1.0
+        same = partial(close, scale=scale, strictness=strictness)
+        for j in range(size):
+            mixed = check.gradients(_replace_example(own, another, j))
+            others = [i for i in range(size) if i != j]
+            for name, g in grads.items():
+                if name not in mixed or not same(g[others], mixed[name][others]):
+                    raise CouplingError(
+                        f"the gradient of {name!r} for one example changes when "
+                        "another example of the batch changes",
+                        "find what couples the examples in the backward pass of that "
+                        "layer (a custom autograd function, a shared normaliser)",
+                    )
+    if trial not in chosen:  # what holds in float64 has to run in the model's dtype
+        trial.record(batch)[0].layer_ios()
 
 
-class _Check:
-    """The model under test, run with the same random state every time."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        covered: Sequence[Covered],
-        loss: PerExampleLoss | None,
-        parameters: dict[str, Tensor],
-        size: int,
-        seed: int,
-    ) -> None:
-        self.model, self.covered, self.size = model, covered, size
-        self.parameters = parameters
-        self._loss, self._seed = loss, seed
-
-    def outputs(self, batch: Batch, parameters: Mapping[str, Tensor]) -> Any:
-        """Plain forward pass, as autograd sees it.
-
-        Fused modules are rewritten here too, which draw dropout masks of their own;
-        that both forwards compute the same has been seen before.
-        """
-        torch.manual_seed(self._seed)
-        args, kwargs = as_call(batch.inputs)
-        rewritten = {}
-        for item in self.covered:
-            if isinstance(item.server, RewrittenServer):
-                module = self.model.get_submodule(item.site.name)
-                rewritten[module] = item.server.bound(module, item.site, NO_TAPE)
-        with forwards(rewritten):
-            return call_with(self.model, parameters, args, kwargs)
-
-    def losses(self, output: Any, batch: Batch) -> Tensor:
-        """Per-example losses: the user's, or a random projection of the outputs."""
-        if self._loss is not None:
-            losses = self._loss(output, batch.targets)
-            if not isinstance(losses, Tensor) or losses.shape != (self.size,):
-                got = tuple(losses.shape) if isinstance(losses, Tensor) else losses
-                raise ConfigurationError(
-                    f"the loss returned {got!r} for a batch of {self.size} examples",
-                    "return one loss per example, shape [batch] (reduction='none', "
-                    "then a mean over the other dimensions)",
-                )
-            return losses
-        generator = torch.Generator().manual_seed(self._seed + 3)
-        total: Tensor | None = None
-        for t in float_tensors(output):
-            if t.dim() == 0 or t.shape[0] != self.size:
-                raise CouplingError(
-                    f"the model returned a tensor of shape {tuple(t.shape)} for a "
-                    f"batch of {self.size}: its first dimension is not the batch",
-                    "return outputs with examples at dimension 0, and no loss or mean "
-                    "over the batch",
-                )
-            direction = torch.randn(t.shape, generator=generator).to(t.device, t.dtype)
-            part = (t * direction).flatten(1).sum(1) if t.dim() > 1 else t * direction
-            total = part if total is None else total + part
-        if total is None:
-            raise CoverageError("the model returned no floating-point tensor")
-        return total
-
-    def record(self, batch: Batch) -> tuple[Recording, Tensor]:
-        """A recorded forward and backward pass, and its losses."""
-        torch.manual_seed(self._seed)
-        recording = Recording(self.model, self.covered, self.size)
-        try:
-            output = recording.forward(*as_call(batch.inputs), self.parameters)
-            losses = self.losses(output, batch)
-        except CurvedpError:
-            raise
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise _unfollowable(self.covered) from error  # the plain pass went well
-        try:
-            torch.autograd.backward(losses.sum())
-        except RuntimeError as error:
-            raise CoverageError(
-                "the backward pass fails when the weights are watched: "
-                + str(error).strip().splitlines()[0],
-                "switch gradient checkpointing off, if the model uses it (a smaller "
-                "physical batch saves as much memory)",
-            ) from error
-        return recording, losses.detach()
-
-    def gradients(self, batch: Batch) -> dict[str, Tensor]:
-        """Per-example gradients by the rules."""
-        grads: dict[str, Tensor] = {}
-        for io in self.record(batch)[0].layer_ios():
-            grads.update(io.per_example())
-        return grads
-
-
-def _check_forward(check: _Check, batch: Batch, other: Batch) -> None:
+def _check_forward(check: Trial, batch: Batch, other: Batch) -> None:
     """No example's output or loss depends on another example."""
     with torch.no_grad():
         output, trace = _traced(check, batch)
@@ -223,23 +127,30 @@ def _check_forward(check: _Check, batch: Batch, other: Batch) -> None:
                 )
 
 
-def _check_attribution(check: _Check, batch: Batch) -> dict[str, Tensor]:
-    """The rules' per-example gradients equal one-at-a-time autograd."""
+def _check_attribution(check: Trial, batch: Batch) -> tuple[PerExample, float]:
+    """The rules' per-example gradients equal one-at-a-time autograd.
+
+    Returns the gradients, and the norm of the whole model's gradient over the batch.
+    """
     recording, recorded_losses = check.record(batch)
-    _refuse_unreached(recording)
-    grads: dict[str, Tensor] = {}
-    for io in recording.layer_ios():
-        grads.update(io.per_example())
-    leaves = {n: p.clone().requires_grad_() for n, p in check.parameters.items()}
+    _refuse_unreached(recording.unreached_sites())
+    grads = PerExample(recording.layer_ios())
+    leaves = {n: p.detach().requires_grad_() for n, p in check.parameters.items()}
     losses = check.losses(check.outputs(batch, leaves), batch)
-    if not close(recorded_losses, losses):
-        raise _unfollowable(check.covered)
+    if not tolerance.close(recorded_losses, losses):
+        raise unfollowable(check.covered)
     rows = [
         torch.autograd.grad(
             losses[i], list(leaves.values()), retain_graph=True, allow_unused=True
         )
         for i in range(check.size)
     ]
+    _refuse_unreached(
+        [name for k, name in enumerate(leaves) if all(row[k] is None for row in rows)]
+    )
+    lengths = [float(g.double().norm()) for row in rows for g in row if g is not None]
+    scale = math.hypot(*lengths)
+    close = partial(tolerance.close, scale=scale)
     for k, (name, p) in enumerate(leaves.items()):
         exact = [torch.zeros_like(p) if r[k] is None else r[k] for r in rows]
         expected = torch.stack([g for g in exact if g is not None])
@@ -266,29 +177,10 @@ def _check_attribution(check: _Check, batch: Batch) -> dict[str, Tensor]:
             "head.weight = layer.weight (tied weights are exact, and checkpoints keep "
             "fitting); or freeze the parameter",
         )
-    return grads
+    return grads, scale
 
 
-def _unfollowable(covered: Sequence[Covered]) -> CoverageError:
-    copied = [
-        repr(full)
-        for item in covered
-        for full in item.site.parameters.values()
-        if isinstance(item.server, ExpandedServer)
-        or (isinstance(item.server, RuleServer) and item.server.shared is not None)
-    ]
-    return CoverageError(
-        "the model computes something else when its weights are watched: it uses the "
-        "shape of a parameter or of a layer's output that has no batch dimension in a "
-        "way that cannot be followed, or outside of its module"
-        + (f" (one of {', '.join(copied)})" if copied else ""),
-        "give broadcast parameters a leading dimension of 1, and position ids the "
-        "shape of the batch",
-    )
-
-
-def _refuse_unreached(recording: Recording) -> None:
-    names = recording.unreached_sites()
+def _refuse_unreached(names: list[str]) -> None:
     if names:
         listed = ", ".join(map(repr, names))
         raise CoverageError(
@@ -321,7 +213,7 @@ def _rolled(batch: Batch) -> Batch:
     return Batch(tree_map(roll, batch.inputs), tree_map(roll, batch.targets))
 
 
-def _traced(check: _Check, batch: Batch) -> tuple[Any, list[tuple[str, Any]]]:
+def _traced(check: Trial, batch: Batch) -> tuple[Any, list[tuple[str, Any]]]:
     """Output of the model and of each of its modules, in the order they finish."""
     trace: list[tuple[str, Any]] = []
     handles = []
