@@ -11,6 +11,7 @@ import torch
 from nets_base import TOKENS, Net, loss
 from nets_image import image_blocks, signal_blocks, volume_blocks
 from nets_sequence import sequence_blocks
+from nets_shared import shared
 from nets_whole import TokenModel, structured
 from torch import nn
 
@@ -94,4 +95,4 @@ def _compose(family, shape, blocks, features, name, seed):
     return Net(f"{family}-{name}", make, inputs)
 
 
-ALL = composed() + structured() + built_in()
+ALL = composed() + structured() + shared() + built_in()

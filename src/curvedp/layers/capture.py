@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from curvedp.errors import CouplingError, LoopError
+from curvedp.layers.copies import Copies, Meetings, one_of
 from curvedp.layers.covered import Covered, tied_groups
 from curvedp.layers.direct import Expanded, ExpandedServer, RuleServer
 from curvedp.layers.functional import call_with
@@ -96,6 +97,7 @@ class Recording:
             for handle in handles:
                 handle.remove()
         self._check_buffers(buffers)
+        _refuse_copies(output)
         return output
 
     def _hook(self, item: Covered) -> Callable[..., Any]:
@@ -103,6 +105,7 @@ class Recording:
         server = item.server
         shared = server.shared if isinstance(server, RuleServer) else None
         shared_dims = server.shared_dims if isinstance(server, RuleServer) else 0
+        meetings = server.meetings if isinstance(server, RuleServer) else None
 
         def record(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -110,7 +113,8 @@ class Recording:
             refuse_checkpointing(item.site.label)
             if not torch.is_grad_enabled():
                 return output  # no gradient can come back from here
-            if shared is not None and _dims(args, kwargs) == shared_dims:
+            repeated = shared is not None and _dims(args, kwargs) == shared_dims
+            if repeated:
                 args, kwargs, output = tree_map(
                     lambda x: _repeated(x, shared, self._batch_size),
                     (args, kwargs, output),
@@ -118,7 +122,10 @@ class Recording:
             call = _OpenCall(args, kwargs)
             calls.append(call)
             leaves, spec = tree_flatten(output)
-            return tree_unflatten([call.watch(leaf) for leaf in leaves], spec)
+            leaves = [call.watch(leaf) for leaf in leaves]
+            if repeated and meetings is not None:
+                leaves = [_hidden(leaf, shared, meetings) for leaf in leaves]
+            return tree_unflatten(leaves, spec)
 
         return record
 
@@ -297,11 +304,33 @@ class _Root(torch.autograd.Function):
 
 
 def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+    return one_of(x).detach() if isinstance(x, Tensor) else x
 
 
-def _repeated(x: Any, layout: Expanded, batch_size: int) -> Any:
+def _repeated(x: Any, layout: Expanded | None, batch_size: int) -> Any:
+    assert layout is not None
+    if isinstance(x, Copies):  # from a module before this one
+        return x.hidden[:, 0] if layout.leading else x.hidden
     return layout.repeat(x, batch_size) if isinstance(x, Tensor) else x
+
+
+def _hidden(x: Any, layout: Expanded | None, meetings: Meetings) -> Any:
+    """The repeated output as the model expects it: in the shape it had before."""
+    if not isinstance(x, Tensor):
+        return x
+    assert layout is not None
+    if len(x) == 1:  # the only example has the only copy
+        return x if layout.leading else x[0]
+    return Copies.of(x.unsqueeze(1) if layout.leading else x, meetings)
+
+
+def _refuse_copies(output: Any) -> None:
+    if any(isinstance(x, Copies) for x in tree_flatten(output)[0]):
+        raise CouplingError(
+            "the model returned a value that all examples share and that depends on "
+            "its weights",
+            "return outputs with examples at dimension 0",
+        )
 
 
 def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvedp.errors import CouplingError, CoverageError
+from curvedp.errors import CouplingError, CoverageError, CurvedpError
 from curvedp.layers.covered import Covered, tied_groups
+from curvedp.layers.follow import followed
 from curvedp.layers.recurrent import find_rewrite
 from curvedp.layers.resolve import first_names, resolve, subtree_site
 from curvedp.layers.rewrite import Rewrite
@@ -89,7 +90,17 @@ def cover(
     with _undisturbed(model):
         parameters = perturbed_parameters(model, seed)
         covered = resolve(model, ruled, unruled, synthesise, parameters, seed)
-        verify(model, covered, synthesise, loss, parameters, seed)
+        try:
+            verify(model, covered, synthesise, loss, parameters, seed)
+        except CurvedpError as refusal:
+            other = followed(model, covered, synthesise, parameters, seed)
+            if other is None:
+                raise
+            try:
+                verify(model, other, synthesise, loss, parameters, seed)
+            except CurvedpError:
+                raise refusal from None
+            covered = other
     return Coverage(tuple(covered))
 
 

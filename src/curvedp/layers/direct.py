@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from curvedp.layers.copies import Meetings
 from curvedp.layers.functional import call_with
 from curvedp.layers.io import DirectIO, LayerIO
 from curvedp.layers.rules import Call, Rule, Site
@@ -79,11 +80,14 @@ class RuleServer:
             how input and output are copied for each example.
         shared_dims: dimensions of such an input. One with more has its batch already,
             from a module before this one whose output was copied.
+        meetings: set where the copies of the output are followed, because the model
+            does more with it than broadcasting.
     """
 
     rule: Rule
     shared: Expanded | None = None
     shared_dims: int = 0
+    meetings: Meetings | None = None
 
     def layer_io(
         self,
