@@ -5,13 +5,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvedp import models
-
-VOCABULARY, WIDTH, TOKENS = 13, 8, 6
-
-
-def tokens():
-    return torch.zeros(2, TOKENS, dtype=torch.long)
-
+from tests.diagnostics.problematic import (
+    centred,
+    flat_batch_norm,
+    functional,
+    mixed,
+    overwriting,
+    repairable,
+    unused,
+)
+from tests.diagnostics.shapes import TOKENS, VOCABULARY, WIDTH, tokens
 
 # -- images ----------------------------------------------------------------------------
 
@@ -78,11 +81,11 @@ def unet():
 
 
 class MixerBlock(nn.Module):
-    def __init__(self, bias):
+    def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.over_tokens = nn.Sequential(
-            nn.Linear(TOKENS, 10), nn.GELU(), nn.Linear(10, TOKENS, bias=bias)
+            nn.Linear(TOKENS, 10), nn.GELU(), nn.Linear(10, TOKENS)
         )
         self.over_channels = nn.Sequential(
             nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)
@@ -98,32 +101,41 @@ class Mean(nn.Module):
         return x.mean(1)
 
 
-def mixer(bias=False):
-    """MLP-Mixer on tokens.
+def mixer():
+    """MLP-Mixer on tokens, with its standard biases.
 
-    A bias of a token would be the same for all channels, and LayerNorm takes it away:
-    its gradient is zero up to rounding.
+    A bias of a token is the same for all channels, and LayerNorm takes it away: its
+    gradient is zero up to rounding.
     """
-    blocks = [MixerBlock(bias), MixerBlock(bias), nn.LayerNorm(WIDTH)]
+    blocks = [MixerBlock(), MixerBlock(), nn.LayerNorm(WIDTH)]
     model = nn.Sequential(
         nn.Linear(5, WIDTH), *blocks, Mean(), nn.Dropout(0.1), nn.Linear(WIDTH, 4)
     )
     return model, torch.zeros(2, TOKENS, 5)
 
 
-def mixer_with_dead_bias():
-    return mixer(bias=True)
+def dead_convolution():
+    """A mean over what a norm has centred: whatever stands before it learns nothing."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 2),
+    )
+    return model, torch.zeros(2, 3, 8, 8)
 
 
 # -- text ------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
-    def __init__(self, causal=False):
+    def __init__(self, causal=False, bias=True):
         super().__init__()
-        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.query = nn.Linear(WIDTH, WIDTH, bias)
+        self.key = nn.Linear(WIDTH, WIDTH, bias)
+        self.value = nn.Linear(WIDTH, WIDTH, bias)
+        self.proj = nn.Linear(WIDTH, WIDTH, bias)
         self.causal = causal
 
     def forward(self, x, memory=None, bias=None):
@@ -213,26 +225,30 @@ class T5(nn.Module):
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, WIDTH)
         self.bias = nn.Embedding(2 * TOKENS, 2)
-        self.encoder, self.decoder = Attention(), Attention(causal=True)
-        self.cross = Attention()
-        self.norms = nn.ModuleList([nn.RMSNorm(WIDTH) for _ in range(4)])
-        self.expand, self.contract = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.encoder = nn.ModuleList([Attention(bias=False), Attention(bias=False)])
+        self.decoder, self.cross = Attention(True, bias=False), Attention(bias=False)
+        self.norms = nn.ModuleList([nn.RMSNorm(WIDTH) for _ in range(5)])
+        self.expand = nn.Linear(WIDTH, 16, bias=False)
+        self.contract = nn.Linear(16, WIDTH, bias=False)
+        self.dropout = nn.Dropout(0.1)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, source, target):
         steps = torch.arange(source.shape[1])
         ids = steps[None, :] - steps[:, None] + TOKENS  # [T, T]
         bias = self.bias(ids).permute(2, 0, 1).unsqueeze(0)
-        x = self.words(source)
-        x = x + self.encoder(self.norms[0](x), bias=bias)
+        x = self.dropout(self.words(source))
+        for layer, norm in zip(self.encoder, self.norms, strict=False):
+            x = x + self.dropout(layer(norm(x), bias=bias))
         y = self.words(target)
-        y = y + self.decoder(self.norms[1](y))
-        y = y + self.cross(self.norms[2](y), memory=x)
-        return self.head(y + self.contract(F.relu(self.expand(self.norms[3](y)))))
+        y = y + self.decoder(self.norms[2](y))
+        y = y + self.cross(self.norms[3](y), memory=x)
+        y = y + self.contract(F.relu(self.expand(self.norms[4](y))))
+        return self.head(y)
 
 
 def t5():
-    """T5-shaped encoder-decoder with a relative position bias."""
+    """T5-shaped encoder-decoder; its layers share a relative position bias."""
     return T5(), {"source": tokens(), "target": tokens()}
 
 
@@ -252,111 +268,10 @@ def lstm():
     return Tagger(), tokens()
 
 
-# -- what cannot be followed -----------------------------------------------------------
-
-
-class Functional(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, WIDTH)
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x):
-        h = self.shared(torch.tanh(self.first(x)))
-        return self.head(F.linear(h, self.shared.weight.mT))
-
-
-def functional():
-    """A weight that is used past its module."""
-    return Functional(), torch.zeros(2, 5)
-
-
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.spare = nn.Linear(5, 4), nn.Linear(5, 4)
-
-    def forward(self, x):
-        return self.used(x)
-
-
-def unused():
-    """A layer that is never called."""
-    return Unused(), torch.zeros(2, 5)
-
-
-class Mixed(nn.Module):
-    """Problems of every kind at once, some of which can be repaired."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0)
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.instance = nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True)
-        self.relu = nn.ReLU(inplace=True)
-        self.head, self.spare = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
-
-    def forward(self, ids):
-        x = self.norm(self.instance(self.conv(self.words(ids).mT))).mT
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return self.head(self.relu(x).mean(1))
-
-
-def mixed():
-    return Mixed(), tokens()
-
-
-def repairable():
-    model, inputs = mixed()
-    del model.spare
-    return model, inputs
-
-
-class Overwriting(nn.Module):
-    """Changes a layer's input after the layer used it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 4), nn.Linear(5, 4)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        x = x - 0.5
-        return self.first(x) + self.second(self.relu(x))
-
-
-def overwriting():
-    return Overwriting(), torch.zeros(2, 5)
-
-
-class Centred(nn.Module):
-    """Subtracts the mean of the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(5, 4)
-
-    def forward(self, x):
-        return self.linear(x - x.mean(0))
-
-
-def centred():
-    return Centred(), torch.zeros(2, 5)
-
-
-def flat_batch_norm():
-    """BatchNorm1d on [B, C]: a group of one channel would be constant."""
-    model = nn.Sequential(nn.Linear(5, 24), nn.BatchNorm1d(24), nn.Linear(24, 4))
-    return model, torch.zeros(2, 5)
-
-
 TEN = [resnet, vit, bert, gpt2, t5, lstm, unet, mixer, functional, unused]
 MORE = [
     bert_without_pooler,
-    mixer_with_dead_bias,
+    dead_convolution,
     mixed,
     repairable,
     overwriting,

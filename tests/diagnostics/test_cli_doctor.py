@@ -8,7 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from curvedp.cli.app import app
-from tests.diagnostics.test_verdicts import private_step
+from curvedp.diagnostics import Verdict
+from tests.diagnostics.architectures import TEN
+from tests.diagnostics.test_verdicts import EXPECTED, private_step
 
 NETS = """
 import torch
@@ -166,3 +168,24 @@ def test_errors_are_one_message(call, arguments):
     result = call(*arguments, code=2)
     assert "error:" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("make", TEN, ids=lambda make: make.__name__)
+def test_ten_architectures_as_a_person_would_ask(call, make, monkeypatch, tmp_path):
+    name = f"tests.diagnostics.architectures:{make.__name__}"
+    expected = EXPECTED[make]
+    code = 0 if expected is Verdict.READY else 1
+    monkeypatch.setenv("COLUMNS", "100")
+    text = call(name, code=code).stdout
+    assert text.startswith(f"verdict: {expected.value}\n")
+    assert ("problems" in text) == (code == 1)
+    assert max(map(len, text.splitlines())) <= 100
+    fixable = expected is Verdict.READY_AFTER_FIX
+    assert ("with --fix" in text) == fixable
+    file = tmp_path / f"fixed_{make.__name__}.py"
+    call(name, "--fix", file, code=0 if fixable else code)
+    assert file.exists() == fixable
+    if fixable:
+        monkeypatch.syspath_prepend(tmp_path)
+        again = call(f"{file.stem}:factory").stdout
+        assert again.startswith("verdict: ready\n")

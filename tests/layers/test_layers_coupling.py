@@ -1,5 +1,7 @@
 """Layers and losses that mix examples are refused, by name."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from covering import (
 from torch import nn
 
 from curvedp.errors import ConfigurationError, CouplingError, CoverageError
+from curvedp.layers.coverage import refuse_structure
 
 
 def batch_norm_net():
@@ -23,6 +26,17 @@ def test_batch_norm_is_refused_with_its_replacement(kind):
     model = nn.Sequential(nn.Linear(5, 4), kind(4), nn.Linear(4, 3))
     message = refused(CouplingError, "'1'", model, 5)
     assert "GroupNorm" in message
+
+
+@pytest.mark.parametrize("channels", [1, 6, 31, 33, 37, 40, 48, 64, 96, 100])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm])
+def test_the_replacement_of_batch_norm_can_be_built(kind, channels):
+    with pytest.raises(CouplingError) as caught:
+        refuse_structure(nn.Sequential(kind(channels)))
+    (number,) = re.findall(rf"nn.GroupNorm\((.*), {channels}\)", str(caught.value))
+    groups = eval(number)
+    assert nn.GroupNorm(groups, channels).num_groups <= 32
+    assert (kind is nn.BatchNorm1d) == ("nn.LayerNorm" in str(caught.value))
 
 
 def test_batch_norm_in_evaluation_mode_but_trainable_is_refused():

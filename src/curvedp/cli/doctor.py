@@ -120,6 +120,9 @@ def doctor(
         _print(subject, before)
         if fix_file is not None:
             _print_fix(before, after, changes, written)
+        elif before.verdict is Verdict.READY_AFTER_FIX:
+            again = f"the same command with --fix {_suggested(model)}"
+            results.print(rows_of([("next", f"{again} writes the replacements")]))
     if not final.ready:
         raise typer.Exit(1)
 
@@ -137,6 +140,11 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
         raise ConfigurationError(
             f"--input-shape {text!r}", "write whole numbers, e.g. 3,32,32"
         ) from None
+
+
+def _suggested(model: str) -> str:
+    """A file name for the fixed model."""
+    return f"{model.rpartition(':')[2]}_private.py"
 
 
 # -- for people ------------------------------------------------------------------------
@@ -181,8 +189,9 @@ def _print_problems(problems: Sequence[Problem]) -> None:
         if others:
             names = [n for p in others for n in p.names]
             table.add_row("", escape(f"likewise {_listed(names)}"))
-        for change in first.changes:
-            table.add_row("", f"[green]--fix:[/] {escape(_without_name(change))}")
+        changes = [c for problem in (first, *others) for c in problem.changes]
+        for words in dict.fromkeys(_without_name(change) for change in changes):
+            table.add_row("", f"[green]--fix:[/] {escape(words)}")
         if first.advice and not first.changes:
             table.add_row("", f"-> {escape(first.advice)}")
     results.print(table)
@@ -224,10 +233,18 @@ def _print_layers(found: Diagnosis) -> None:
         cost = found.cost
         flops = _percent(ratio(cost.extra_flops, cost.base_flops))
         memory = _percent(ratio(cost.extra_bytes, cost.base_bytes))
+        extra, base = _bytes(cost.extra_bytes), _bytes(cost.base_bytes)
         results.print(
-            f"\nWhat privacy adds to forward and backward at batch size "
-            f"{found.batch_size}, an estimate: {flops} flops, at most "
-            f"+{_bytes(cost.extra_bytes)} ({memory} of {_bytes(cost.base_bytes)})."
+            f"\nprivacy adds, at batch size {found.batch_size} (an estimate)",
+            style="bold",
+        )
+        results.print(
+            rows_of(
+                [
+                    ("flops", f"{flops} of forward and backward"),
+                    ("memory", f"at most +{extra}, {memory} of {base}"),
+                ]
+            )
         )
 
 

@@ -20,6 +20,7 @@ from curvedp.diagnostics.report import (
     Problem,
     Verdict,
 )
+from curvedp.diagnostics.vanishing import vanishing
 from curvedp.errors import ConfigurationError
 from curvedp.layers import (
     Batch,
@@ -33,6 +34,9 @@ from curvedp.train import per_example_loss
 from curvedp.train.private import set_training_mode
 
 __all__ = ["diagnose"]
+
+#: Names that a note spells out.
+_SPELT_OUT = 3
 
 
 def diagnose(
@@ -103,7 +107,12 @@ def _diagnose(
         batch_size=batch_size,
         trainable=trainable,
         frozen=sum(p.numel() for p in model.parameters()) - trainable,
-        notes=tuple(_notes(model, layers, loss, verdict is Verdict.READY)),
+        notes=tuple(
+            [
+                *_notes(model, layers, loss, verdict is Verdict.READY),
+                *_dead_notes(found, synthesise),
+            ]
+        ),
     )
 
 
@@ -135,8 +144,15 @@ def _layers(
             if missing:
                 size = sum(p.numel() for p in missing.values())
                 kind = type(module).__name__
-                ordered.append(LayerReport(label, kind, size, served_by=word))
+                which = [n.rpartition(".")[2] for n in missing]
+                part = label if len(missing) == len(own) else _part(label, which)
+                ordered.append(LayerReport(part, kind, size, served_by=word))
     return ordered, cost
+
+
+def _part(label: str, parameters: list[str]) -> str:
+    """A module of which some parameters are served and these are not."""
+    return f"{label} ({', '.join(parameters)})"
 
 
 def _notes(
@@ -162,6 +178,36 @@ def _notes(
             "accepted: they overwrite nothing that a layer still needs"
         )
     return notes
+
+
+def _dead_notes(found: Findings, synthesise: Synthesiser) -> list[str]:
+    """What nothing but noise would move, in the model that passed the check."""
+    if found.coverage is None:
+        return []
+    names = vanishing(found.model, synthesise)
+    biases = [n for n in names if found.model.get_parameter(n).dim() <= 1]
+    notes = []
+    if biases:
+        notes.append(
+            f"zero whatever the data: the gradient of {_listed(biases)}. Only noise "
+            "moves what has no gradient; that does no harm where the output does not "
+            "depend on it (a bias of attention keys, one before a norm that takes it "
+            "away)"
+        )
+    weights = [n for n in names if n not in biases]
+    if weights:
+        notes.append(
+            f"zero whatever the data: the gradient of {_listed(weights)}. The layer "
+            "learns nothing, because what follows makes a constant of its output (a "
+            "norm over a single value, the mean of what a norm has centred)"
+        )
+    return notes
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _SPELT_OUT
+    shown = ", ".join(map(repr, names[:_SPELT_OUT]))
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _synthesiser(

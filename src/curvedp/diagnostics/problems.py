@@ -15,8 +15,7 @@ from torch import nn
 
 from curvedp.diagnostics.repairs import Change, copied, in_place_modules, repair
 from curvedp.diagnostics.report import Problem
-from curvedp.diagnostics.vanishing import vanishes
-from curvedp.errors import CoverageError, CurvedpError, LoopError
+from curvedp.errors import CurvedpError, LoopError
 from curvedp.layers import Coverage, PerExampleLoss, Synthesiser, cover
 
 __all__ = ["Findings", "check", "find_problems"]
@@ -83,7 +82,6 @@ def find_problems(
         if number is None:
             met[answer.problem] = len(found.problems)
             changes = _repaired(found, answer, names)
-            answer = _explained(found.model, answer, synthesise)
             found.problems.append(_problem(found.model, answer, names, changes))
             if changes:
                 continue
@@ -93,24 +91,6 @@ def find_problems(
             return found  # it is still there
         if not _freeze(found, answer.problem):
             return found
-
-
-def _explained(
-    model: nn.Module, error: CurvedpError, synthesise: Synthesiser
-) -> CurvedpError:
-    """The error, or a truer one where the check met nothing but rounding errors."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    named = [name for name in _quoted(error.problem) if name in parameters]
-    if type(error) is not CoverageError or len(named) != 1:
-        return error
-    if not vanishes(model, named[0], synthesise):
-        return error
-    return CoverageError(
-        f"the gradient of {named[0]!r} is zero up to rounding: what follows cancels it "
-        "(softmax a bias of the keys, LayerNorm a constant over channels); under noise "
-        "it would only drift",
-        "freeze it (requires_grad_(False)), or build the layer with bias=False",
-    )
 
 
 def _repaired(

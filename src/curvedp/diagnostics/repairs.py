@@ -19,7 +19,7 @@ __all__ = ["Change", "copied", "fix", "repair"]
 #: Groups of a GroupNorm that takes the place of a BatchNorm, at most.
 MOST_GROUPS = 32
 #: Channels of a group, at least. With one, a bias before the layer has no effect, and
-#: would be refused because its gradient is zero.
+#: channels can no longer be compared.
 LEAST_CHANNELS = 2
 #: The same where a layer may have no positions to average over (``[B, C]``).
 LEAST_CHANNELS_FLAT = 8

@@ -63,7 +63,8 @@ class LayerReport:
     """One layer with trainable parameters.
 
     Attributes:
-        name: module name.
+        name: module name; with the parameters in brackets where others of the module
+            are served.
         kind: its type.
         parameters: number of trainable parameters.
         inputs: shape of one example's input, if it was seen.

@@ -148,9 +148,8 @@ def _refuse_module(name: str, module: nn.Module) -> None:
             raise CouplingError(
                 f"layer {name!r} ({kind}) computes statistics over the batch, which "
                 "mixes examples",
-                f"replace it by nn.GroupNorm(min(32, {module.num_features}), "
-                f"{module.num_features}), or freeze its parameters and call .eval() "
-                "on it to use the public statistics it came with",
+                f"replace it by {_replacement(module)}, or freeze its parameters and "
+                "call .eval() on it to use the public statistics it came with",
             )
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and (
         module.track_running_stats
@@ -176,6 +175,22 @@ def _refuse_module(name: str, module: nn.Module) -> None:
                 f"set its dropout to 0 ({name}.dropout = 0.0; dropout layers outside "
                 "of it may stay), or build the attention from nn.Linear layers",
             )
+
+
+def _replacement(norm: nn.modules.batchnorm._BatchNorm) -> str:
+    """The norm to use instead, with a number of groups that divides the channels."""
+    channels = norm.num_features
+    most = min(32, channels)
+    groups = next(g for g in range(most, 0, -1) if channels % g == 0)
+    number = f"min(32, {channels})" if groups == most else f"{groups}"
+    grouped = f"nn.GroupNorm({number}, {channels})"
+    if not isinstance(norm, nn.BatchNorm1d):
+        return grouped
+    # on [batch, channels] a group of one channel is constant
+    return (
+        f"nn.LayerNorm({channels}) if its inputs are [batch, {channels}], by "
+        f"{grouped} if they have positions too"
+    )
 
 
 def _scan(model: nn.Module) -> Iterator[tuple[Site, Rule | Rewrite | None]]:

@@ -1,15 +1,14 @@
-"""Servers for parameters without a rule, found by trying on synthetic inputs.
+"""A server for every site, found by watching the model on synthetic inputs.
 
-A module that holds parameters of its own and has no rule is observed first: what
-arguments does the model give it, and which of them have a batch dimension? Then the
-cheap way (expanded copies) is tried on exactly these arguments and compared with
-one-at-a-time autograd, then the general one (vmap over the whole subtree).
+Every module is observed first: what arguments does the model give it, and which of them
+have a batch dimension? With a rule, that says whether it is called once for all
+examples. Without one, the cheap way (expanded copies) is tried on exactly these
+arguments, then the general one (vmap over the whole subtree): see
+:mod:`curvedp.layers.unruled`.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from curvedp.layers.capture import Recording
 from curvedp.layers.covered import Covered
 from curvedp.layers.direct import (
     Expanded,
-    ExpandedServer,
     RuleServer,
     VmapServer,
     float_tensors,
@@ -29,9 +27,10 @@ from curvedp.layers.direct import (
 from curvedp.layers.functional import call_with
 from curvedp.layers.refuse import refuse_call
 from curvedp.layers.rewrite import NO_TAPE, Rewrite, RewrittenServer, forwards
-from curvedp.layers.rules import Call, Rule, Site
+from curvedp.layers.rules import Rule, Site
 from curvedp.layers.synthetic import Synthesiser, as_call
 from curvedp.layers.tolerance import close
+from curvedp.layers.unruled import Observed, serve
 
 __all__ = ["first_names", "resolve", "subtree_site"]
 
@@ -92,24 +91,13 @@ def _inside(name: str, site: Site) -> bool:
     return not site.name or name == site.name or name.startswith(site.name + ".")
 
 
-@dataclass(frozen=True)
-class _Observed:
-    """Arguments of a module's calls on a synthetic batch, and which are per example."""
-
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    batched: tuple[bool, ...]
-    batch_size: int
-    shared: Expanded | None
-    shared_dims: int
-
-
 def _observe(
     model: nn.Module,
     sites: list[Site],
     synthesise: Synthesiser,
     parameters: dict[str, Tensor],
     seed: int,
-) -> dict[str, _Observed]:
+) -> dict[str, Observed]:
     """Run two batches of different size and see what each module is given."""
     watch = [Covered(site, VmapServer(())) for site in sites]
     runs = []
@@ -126,7 +114,7 @@ def _observe(
         if large:
             leaves = [tree_flatten(call)[0] for call in (large[0], small[0])]
             pairs = list(zip(*leaves, strict=True))
-        observed[site.name] = _Observed(
+        observed[site.name] = Observed(
             calls=large,
             batched=tuple(_first_size(x, y) == (3, 2) for x, y in pairs),
             batch_size=3,
@@ -148,7 +136,7 @@ def _shared_layout(pairs: list[tuple[Any, Any]]) -> Expanded | None:
     return Expanded(leading=all(x.dim() > 0 and len(x) == 1 for x, _ in tensors))
 
 
-def _refuse_uncalled(site: Site, observed: _Observed) -> None:
+def _refuse_uncalled(site: Site, observed: Observed) -> None:
     if not observed.calls:
         raise CoverageError(
             f"layer {site.label!r} is never called in the forward pass, so "
@@ -158,7 +146,7 @@ def _refuse_uncalled(site: Site, observed: _Observed) -> None:
 
 
 def _served_elsewhere(
-    site: Site, sites: list[Site], observed: dict[str, _Observed]
+    site: Site, sites: list[Site], observed: dict[str, Observed]
 ) -> bool:
     """Whether all parameters belong to other sites too, which are called."""
     names: set[str] = set()
@@ -172,7 +160,7 @@ def _check_rewrite(
     model: nn.Module,
     site: Site,
     rewrite: Rewrite,
-    observed: _Observed,
+    observed: Observed,
     parameters: dict[str, Tensor],
 ) -> None:
     """The rewritten forward gives what the module's own gives, without dropout."""
@@ -202,30 +190,19 @@ def _check_rewrite(
 def _serve(
     model: nn.Module,
     site: Site,
-    observed: _Observed,
+    observed: Observed,
     parameters: dict[str, Tensor],
     seed: int,
 ) -> Covered:
-    """Expanded copies if every parameter allows them, otherwise the whole subtree."""
     _refuse_uncalled(site, observed)
     module = model.get_submodule(site.name)
     whole = subtree_site(module, site.name, model)
     values = {own: parameters[full] for own, full in whole.parameters.items()}
     reason = "no way to its per-example gradients passed the check"
     try:
-        reference = _reference(module, values, observed, seed)
-        if site.kind != "vmap":
-            layouts = {}
-            for own in site.parameters:
-                layout = _find_layout(module, own, values, observed, reference, seed)
-                if layout is None:
-                    break
-                layouts[own] = layout
-            else:
-                kept = Site(site.name, site.parameters, "expanded")
-                return Covered(kept, ExpandedServer(layouts))
-        if _vmap_agrees(module, values, observed, reference):
-            return Covered(whole, VmapServer(observed.batched))
+        found = serve(module, site, whole, values, observed, seed)
+        if found is not None:
+            return found
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
     raise CoverageError(
@@ -238,125 +215,3 @@ def _serve(
 
 def _listed(site: Site) -> str:
     return ", ".join(repr(full) for full in site.parameters.values())
-
-
-def _find_layout(
-    module: nn.Module,
-    own: str,
-    values: dict[str, Tensor],
-    observed: _Observed,
-    reference: _Reference,
-    seed: int,
-) -> Expanded | None:
-    expected = reference.grads[own]
-    if expected is None:
-        raise ValueError(f"its output does not depend on {own!r}")
-    for layout in Expanded.layouts(values[own]):
-        leaf = layout.copies(values[own], observed.batch_size)
-        try:
-            outputs = _run(module, {**values, own: leaf}, observed, seed)
-            projected = _project(outputs, observed.batch_size, seed)
-            if projected.shape != reference.losses.shape:
-                continue
-            (g,) = torch.autograd.grad(projected.sum(), leaf)
-        except (RuntimeError, IndexError, ValueError, AssertionError):
-            continue  # this layout does not broadcast as the module uses it
-        g = g.reshape(observed.batch_size, *values[own].shape)
-        same = close(g, expected, reference.scale)
-        if same and close(projected, reference.losses):
-            return layout
-    return None
-
-
-def _vmap_agrees(
-    module: nn.Module,
-    values: dict[str, Tensor],
-    observed: _Observed,
-    reference: _Reference,
-) -> bool:
-    calls = [
-        Call(args, kwargs, d)
-        for (args, kwargs), d in zip(observed.calls, reference.d, strict=True)
-    ]
-    alone = Site("", {own: own for own in values}, "vmap")
-    io = VmapServer(observed.batched).layer_io(alone, module, calls, values)
-    grads = io.per_example()
-    for own, expected in reference.grads.items():
-        g = grads[own]
-        expected = torch.zeros_like(g) if expected is None else expected
-        if not close(g, expected, reference.scale):
-            return False
-    return True
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """Losses and per-example gradients by autograd.
-
-    Attributes:
-        losses: a random projection of the outputs, ``[B]``.
-        grads: by own name; None where the outputs do not depend on the parameter.
-        scale: norm of all of them together.
-        d: for each call, the directions of the projection.
-    """
-
-    losses: Tensor
-    grads: dict[str, Tensor | None]
-    scale: float
-    d: list[tuple[Tensor, ...]]
-
-
-def _reference(
-    module: nn.Module,
-    values: dict[str, Tensor],
-    observed: _Observed,
-    seed: int,
-) -> _Reference:
-    leaves = {n: p.detach().clone().requires_grad_() for n, p in values.items()}
-    per_call = _run(module, leaves, observed, seed)
-    losses = _project(per_call, observed.batch_size, seed)
-    if not losses.requires_grad:
-        unused = ", ".join(map(repr, values))
-        raise ValueError(f"its output does not depend on {unused}")
-    rows = [
-        torch.autograd.grad(
-            losses[i], list(leaves.values()), retain_graph=True, allow_unused=True
-        )
-        for i in range(observed.batch_size)
-    ]
-    grads: dict[str, Tensor | None] = {}
-    for k, (n, p) in enumerate(leaves.items()):
-        own = [torch.zeros_like(p) if r[k] is None else r[k] for r in rows]
-        used = any(r[k] is not None for r in rows)
-        grads[n] = torch.stack(own) if used else None
-    lengths = [float(g.double().norm()) for g in grads.values() if g is not None]
-    d = [tuple(_directions(outputs, seed)) for outputs in per_call]
-    return _Reference(losses.detach(), grads, math.hypot(*lengths), d)
-
-
-def _run(
-    module: nn.Module, values: dict[str, Tensor], observed: _Observed, seed: int
-) -> list[list[Tensor]]:
-    torch.manual_seed(seed)  # the same dropout masks in every run
-    return [
-        float_tensors(call_with(module, values, args, kwargs))
-        for args, kwargs in observed.calls
-    ]
-
-
-def _directions(outputs: list[Tensor], seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed + 1)
-    return [
-        torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in outputs
-    ]
-
-
-def _project(per_call: list[list[Tensor]], batch_size: int, seed: int) -> Tensor:
-    losses: Tensor | None = None
-    for outputs in per_call:
-        for t, r in zip(outputs, _directions(outputs, seed), strict=True):
-            part = (t * r).reshape(batch_size, -1).sum(1)
-            losses = part if losses is None else losses + part
-    if losses is None:
-        raise ValueError("it returns no tensor")
-    return losses
