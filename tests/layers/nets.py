@@ -79,10 +79,8 @@ def _compose(family, shape, blocks, features, name, seed):
     def make():
         rng = random.Random(seed)
         chosen = [blocks[name]]
-        # a norm undoes what stands before it: that gradient would be rounding alone
-        others = [other for other in blocks if "norm" not in other + name]
-        if others and rng.randrange(2):
-            chosen.append(blocks[rng.choice(others)])
+        if rng.randrange(2):  # a norm may undo what stands before it
+            chosen.append(blocks[rng.choice(list(blocks))])
         rng.shuffle(chosen)
         return nn.Sequential(
             *(block() for block in chosen),
