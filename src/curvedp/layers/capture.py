@@ -14,6 +14,7 @@ forward pass only and are always removed; nothing is hung on modules or tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from curvedp.errors import CouplingError, LoopError
 from curvedp.layers.covered import Covered, tied_groups
-from curvedp.layers.direct import Expanded, ExpandedServer, RuleServer
+from curvedp.layers.direct import Expanded, ExpandedServer, RuleServer, VmapServer
 from curvedp.layers.functional import call_with
-from curvedp.layers.io import LayerIO, UnreachedIO
+from curvedp.layers.io import DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.joined import joined
 from curvedp.layers.precision import exact
 from curvedp.layers.refuse import refuse_checkpointing
@@ -41,13 +42,24 @@ class Recording:
         model: the user's model; it is not changed.
         covered: its sites, from :func:`curvedp.layers.coverage.cover`.
         batch_size: B, the physical batch size, which every layer must see first.
+        keep_inputs: keep every layer's inputs and output gradients. Otherwise those of
+            a layer whose per-example gradients are smaller go as soon as the backward
+            pass brings them, and the gradients stay.
     """
 
     def __init__(
-        self, model: nn.Module, covered: Sequence[Covered], batch_size: int
+        self,
+        model: nn.Module,
+        covered: Sequence[Covered],
+        batch_size: int,
+        *,
+        keep_inputs: bool = False,
     ) -> None:
         self._model = model
+        self._keep_inputs = keep_inputs
         self._covered = covered
+        self._groups = tied_groups(covered)
+        self._tied = {i.site.name for g in self._groups for i in g if len(g) > 1}
         self._batch_size = batch_size
         self._calls: dict[str, list[_OpenCall]] = {}
         self._tapes: dict[str, _Tape] = {}
@@ -103,6 +115,9 @@ class Recording:
         server = item.server
         shared = server.shared if isinstance(server, RuleServer) else None
         shared_dims = server.shared_dims if isinstance(server, RuleServer) else 0
+        alone = isinstance(server, RuleServer) and item.site.name not in self._tied
+        settles = alone and not self._keep_inputs
+        settle = partial(self._settle, item) if settles else None
 
         def record(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -115,12 +130,21 @@ class Recording:
                     lambda x: _repeated(x, shared, self._batch_size),
                     (args, kwargs, output),
                 )
-            call = _OpenCall(args, kwargs)
+            call = _OpenCall(args, kwargs, settle=settle)
             calls.append(call)
             leaves, spec = tree_flatten(output)
             return tree_unflatten([call.watch(leaf) for leaf in leaves], spec)
 
         return record
+
+    def _settle(self, item: Covered, call: _OpenCall) -> None:
+        """Write gradients down as they arrive, where that frees memory."""
+        if not call.is_sound(self._batch_size):
+            return  # refused later, outside of the backward pass
+        with exact(self._device):
+            io = self._of_calls(item, [call.close(item.site.label)]).settled()
+        if isinstance(io, DirectIO):
+            call.settle(io)
 
     def _check_buffers(self, before: Mapping[str, tuple[int, int]]) -> None:
         after = _buffer_versions(self._model)
@@ -162,37 +186,52 @@ class Recording:
             for name, calls in self._calls.items()
         }
 
+    def inputs(self) -> list[Tensor]:
+        """All tensors that it keeps for the backward pass."""
+        return [x for calls in self._calls.values() for c in calls for x in c.tensors()]
+
     def layer_ios(self) -> list[LayerIO]:
         """What the backward pass brought: a LayerIO for every layer, in order.
 
         A layer is a site, or all sites that a tied parameter connects.
         """
         with exact(self._device):
-            return [self._joined(group) for group in tied_groups(self._covered)]
+            return [self._joined(group) for group in self._groups]
 
     def _joined(self, group: list[Covered]) -> LayerIO:
         ios = [self._layer_io(item) for item in group]
-        return ios[0] if len(ios) == 1 else joined(group[0].site.name, ios)
+        if len(ios) > 1:  # cross terms are cheaper from inputs than from gradients
+            return joined(group[0].site.name, ios)
+        return ios[0] if self._keep_inputs else ios[0].settled()
 
     def _layer_io(self, item: Covered) -> LayerIO:
         site, server = item.site, item.server
         if isinstance(server, ExpandedServer):
             return server.layer_io(site, self._leaves)
-        module = self._model.get_submodule(site.name)
         if isinstance(server, RewrittenServer):
+            module = self._model.get_submodule(site.name)
             uses = self._tapes[site.name].close()
             for use in uses:
                 self._check_batch(site.label, use.call.x)
             if uses:
                 return server.layer_io(site, module, uses)
             return UnreachedIO(site.name, self._batch_size, self._device)
-        calls = [c.close(site.label) for c in self._calls[site.name] if c.reached]
-        if not calls:
-            return UnreachedIO(site.name, self._batch_size, self._device)
+        reached = [c for c in self._calls[site.name] if c.reached]
+        parts = [c.io for c in reached if c.io is not None]
+        calls = [c.close(site.label) for c in reached if c.io is None]
         if isinstance(server, RuleServer):
             for call in calls:
                 self._check_batch(site.label, call.x)
-        return server.layer_io(site, module, calls, self._values)
+        if calls:
+            parts.append(self._of_calls(item, calls))
+        if not parts:
+            return UnreachedIO(site.name, self._batch_size, self._device)
+        return parts[0] if len(parts) == 1 else joined(site.name, parts)
+
+    def _of_calls(self, item: Covered, calls: Sequence[Call]) -> LayerIO:
+        assert isinstance(item.server, RuleServer | VmapServer)
+        module = self._model.get_submodule(item.site.name)
+        return item.server.layer_io(item.site, module, calls, self._values)
 
     def _check_batch(self, label: str, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[0] != self._batch_size:
@@ -236,13 +275,17 @@ class _OpenCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         same: _OpenCall | None = None,
+        settle: Callable[[_OpenCall], None] | None = None,
     ) -> None:
+        self.io: LayerIO | None = None
+        self._settle = settle
         self.args = tree_map(_detached, args)
         self.kwargs = tree_map(_detached, kwargs)
-        self._versions = [_version(x) for x in self._tensors()]
+        self._versions = [_version(x) for x in self.tensors()]
         self._d: list[Tensor | None] = [] if same is None else same._d
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """The inputs that it keeps."""
         leaves, _ = tree_flatten((self.args, self.kwargs))
         return [x for x in leaves if isinstance(x, Tensor)]
 
@@ -259,22 +302,39 @@ class _OpenCall:
         self._d.append(None)
 
         def store(grad: Tensor) -> None:
-            if self._d[slot] is not None:
+            if self._d[slot] is not None or self.io is not None:
                 raise LoopError(
                     "backward ran twice through one forward pass",
                     "call backward once for each batch of the loader",
                 )
             self._d[slot] = grad.detach()
+            if self._settle is not None:
+                self._settle(self)
 
         leaf.register_hook(store)
         return leaf
 
     @property
     def reached(self) -> bool:
-        return any(d is not None for d in self._d)
+        return self.io is not None or any(d is not None for d in self._d)
+
+    def is_sound(self, batch_size: int) -> bool:
+        """Whether its input begins with the batch and is what the layer used."""
+        tensors = self.tensors()
+        whole = bool(tensors) and tensors[0].shape[:1] == (batch_size,)
+        return whole and self._unmodified()
+
+    def _unmodified(self) -> bool:
+        return [_version(x) for x in self.tensors()] == self._versions
+
+    def settle(self, io: LayerIO) -> None:
+        """Let inputs and output gradients go; ``io`` says all that is needed."""
+        self.io = io
+        self.args, self.kwargs, self._versions = (), {}, []
+        self._d = [None] * len(self._d)
 
     def close(self, label: str) -> Call:
-        if [_version(x) for x in self._tensors()] != self._versions:
+        if not self._unmodified():
             raise LoopError(
                 f"an input of layer {label!r} was modified in place after the layer "
                 "used it, so its gradient can no longer be computed",

@@ -19,6 +19,7 @@ from torch import nn
 
 from curvedp.errors import CouplingError, CoverageError
 from curvedp.layers.covered import Covered, tied_groups
+from curvedp.layers.footprint import activation_bytes
 from curvedp.layers.recurrent import find_rewrite
 from curvedp.layers.resolve import first_names, resolve, subtree_site
 from curvedp.layers.rewrite import Rewrite
@@ -35,9 +36,11 @@ class Coverage:
 
     Attributes:
         covered: sites in the order of the model's modules.
+        activation_bytes: what an example takes from the forward to the backward pass.
     """
 
     covered: tuple[Covered, ...]
+    activation_bytes: int = 0
 
     @property
     def parameters(self) -> list[str]:
@@ -90,7 +93,8 @@ def cover(
         parameters = perturbed_parameters(model, seed)
         covered = resolve(model, ruled, unruled, synthesise, parameters, seed)
         verify(model, covered, synthesise, loss, parameters, seed)
-    return Coverage(tuple(covered))
+        held = activation_bytes(model, covered, synthesise, parameters, seed)
+    return Coverage(tuple(covered), held)
 
 
 @contextmanager

@@ -121,6 +121,8 @@ def make_private(
         plan.sampler(streams, ledger.next_attempt),
         plan.sampling.expected_batch_size,
         physical_batch_size,
+        coverage.activation_bytes,
+        device.type,
     )
     engine = Engine(
         model=model,
