@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from curvedp.errors import CoverageError
 from curvedp.layers.capture import Recording
+from curvedp.layers.compare import close
 from curvedp.layers.covered import Covered
 from curvedp.layers.direct import (
     Expanded,
@@ -30,7 +31,6 @@ from curvedp.layers.refuse import refuse_call
 from curvedp.layers.rewrite import NO_TAPE, Rewrite, RewrittenServer, forwards
 from curvedp.layers.rules import Call, Rule, Site
 from curvedp.layers.synthetic import Synthesiser, as_call
-from curvedp.layers.verify import close
 
 __all__ = ["first_names", "resolve", "subtree_site"]
 
