@@ -654,3 +654,11 @@ def test_layer_values_never_show_in_a_repr():
     output.sum().backward()
     (io,) = recording.layer_ios()
     assert repr(io) == "DenseIO('')"
+
+
+def test_a_rectifier_that_is_off_for_a_few_examples_is_not_dead():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 3))
+    nn.init.constant_(model[0].weight, -0.1)  # the check's inputs are not negative
+    nn.init.constant_(model[0].bias, -0.1)
+    assert covered(model, 4).keys() == {"0", "2"}

@@ -30,6 +30,16 @@ from curvedp.layers.verify import PerExampleLoss, perturbed_parameters, verify
 __all__ = ["Coverage", "PerExampleLoss", "cover"]
 
 
+#: Wrappers that exchange gradients by hooks of their own. By name: most of them cannot
+#: be imported where torch was built without them.
+_OVER_DEVICES = {
+    "DataParallel",
+    "DistributedDataParallel",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+}
+
+
 @dataclass(frozen=True)
 class Coverage:
     """The verified sites of a model. Public: it holds names, no data.
@@ -135,6 +145,14 @@ def refuse_structure(model: nn.Module) -> None:
 
 def _refuse_module(name: str, module: nn.Module) -> None:
     kind = type(module).__name__
+    wrappers = {c.__name__ for c in type(module).__mro__} & _OVER_DEVICES
+    if wrappers:
+        raise CoverageError(
+            f"layer {name!r} is wrapped in {wrappers.pop()}, which spreads batches or "
+            "weights over several devices, past what is clipped and noised here",
+            "give the bare model (model.module) on one device; physical_batch_size "
+            "bounds the memory that it takes",
+        )
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         trainable = any(p.requires_grad for p in module.parameters())
         if module.training or trainable:

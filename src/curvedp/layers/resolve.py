@@ -8,6 +8,7 @@ one-at-a-time autograd, then the general one (vmap over the whole subtree).
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from curvedp.errors import CoverageError
 from curvedp.layers.capture import Recording
+from curvedp.layers.compare import close
 from curvedp.layers.covered import Covered
 from curvedp.layers.direct import (
     Expanded,
@@ -30,7 +32,6 @@ from curvedp.layers.refuse import refuse_call
 from curvedp.layers.rewrite import NO_TAPE, Rewrite, RewrittenServer, forwards
 from curvedp.layers.rules import Call, Rule, Site
 from curvedp.layers.synthetic import Synthesiser, as_call
-from curvedp.layers.verify import close
 
 __all__ = ["first_names", "resolve", "subtree_site"]
 
@@ -249,7 +250,11 @@ def _find_layout(
     for layout in Expanded.layouts(values[own]):
         leaf = layout.copies(values[own], observed.batch_size)
         try:
-            outputs = _run(module, {**values, own: leaf}, observed, seed)
+            with warnings.catch_warnings():
+                # torch's of a layout that does not fit (`.T` of three dimensions) are
+                # about our trial, not about the user's model
+                warnings.simplefilter("ignore")
+                outputs = _run(module, {**values, own: leaf}, observed, seed)
             projected = _project(outputs, observed.batch_size, seed)
             if projected.shape != reference.losses.shape:
                 continue

@@ -9,19 +9,19 @@ layers hide nothing):
    autograd. A comparison of sums would miss a wrong attribution: a tensor ``[T, B, p]``
    read as ``[B, T, p]`` has the right sum, and lets one example contribute more than C.
    A weight that is also used outside its module shows up here, by name.
-3. A parameter that nothing reaches (an unused layer, a dead adapter) is named: under
-   noise it would do nothing but drift.
+3. A parameter that nothing reaches (an unused layer), or whose gradient is always zero
+   (a dead adapter) is named: under noise it would do nothing but drift.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from curvedp.errors import (
     ConfigurationError,
@@ -30,13 +30,21 @@ from curvedp.errors import (
     CurvedpError,
 )
 from curvedp.layers.capture import Recording
+from curvedp.layers.compare import close, first_coupled, same_rows, traced
 from curvedp.layers.covered import Covered
+from curvedp.layers.dead import refuse_dead
 from curvedp.layers.direct import ExpandedServer, RuleServer, float_tensors
 from curvedp.layers.functional import call_with
 from curvedp.layers.rewrite import NO_TAPE, RewrittenServer, forwards
-from curvedp.layers.synthetic import Batch, Synthesiser, as_call
+from curvedp.layers.synthetic import (
+    Batch,
+    Synthesiser,
+    as_call,
+    rolled,
+    with_example_of,
+)
 
-__all__ = ["PerExampleLoss", "close", "perturbed_parameters", "verify"]
+__all__ = ["PerExampleLoss", "perturbed_parameters", "verify"]
 
 #: ``loss(output, targets) -> [B]``: the loss of every example on its own.
 PerExampleLoss = Callable[[Any, Any], Tensor]
@@ -45,34 +53,18 @@ PerExampleLoss = Callable[[Any, Any], Tensor]
 EXAMPLES = 3
 LARGE = 20_000_000
 
-#: Largest relative deviation by dtype. A wrong attribution is off by about 1.
-TOLERANCE = {
-    torch.float64: 1e-7,
-    torch.float32: 2e-3,
-    torch.bfloat16: 1e-1,
-    torch.float16: 5e-2,
-}
 
-
-def close(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors agree up to the rounding of their dtype."""
-    if x.shape != y.shape:
-        return False
-    coarsest = max(TOLERANCE.get(t.dtype, 2e-3) for t in (x, y))
-    x, y = x.double(), y.double()
-    scale = torch.maximum(x.norm(), y.norm())
-    return bool((x - y).norm() <= coarsest * scale + 1e-12)
-
-
-def perturbed_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Trainable parameters with public noise on them."""
+def perturbed_parameters(
+    model: nn.Module, seed: int, spread: float = 0.1
+) -> dict[str, Tensor]:
+    """Trainable parameters with public noise on them, ``spread`` times their size."""
     generator = torch.Generator().manual_seed(seed)
     perturbed = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
-            spread = 0.1 * p.detach().float().square().mean().sqrt() + 0.01
-            perturbed[name] = p.detach() + noise * spread.to(p.dtype)
+            std = spread * p.detach().float().square().mean().sqrt() + 0.01
+            perturbed[name] = p.detach() + noise * std.to(p.dtype)
     return perturbed
 
 
@@ -91,8 +83,10 @@ def verify(
     check = _Check(model, covered, loss, parameters, size, seed)
     _check_forward(check, batch, other)
     grads = _check_attribution(check, batch)
+    suspects = [name for name, g in grads.items() if not bool(g.any())]
+    refuse_dead(suspects, lambda n: check.other_gradients(synthesise, seed + 4 + n))
     for j in range(size):
-        mixed = check.gradients(_replace_example(batch, other, j))
+        mixed = check.gradients(with_example_of(batch, other, j))
         others = [i for i in range(size) if i != j]
         for name, g in grads.items():
             if not close(g[others], mixed[name][others]):
@@ -135,6 +129,10 @@ class _Check:
                 rewritten[module] = item.server.bound(module, item.site, NO_TAPE)
         with forwards(rewritten):
             return call_with(self.model, parameters, args, kwargs)
+
+    def plain(self, batch: Batch) -> Any:
+        """The same with the weights of the check."""
+        return self.outputs(batch, self.parameters)
 
     def losses(self, output: Any, batch: Batch) -> Tensor:
         """Per-example losses: the user's, or a random projection of the outputs."""
@@ -194,20 +192,36 @@ class _Check:
             grads.update(io.per_example())
         return grads
 
+    def other_gradients(self, synthesise: Synthesiser, seed: int) -> dict[str, Tensor]:
+        """Autograd's, for weights and inputs far from those of the check."""
+        drawn = perturbed_parameters(self.model, seed, spread=1.0)
+        leaves = {n: p.requires_grad_() for n, p in drawn.items()}
+        generator = torch.Generator().manual_seed(seed)
+        batch = synthesise(self.size, generator)
+        losses = self.losses(self.outputs(batch, leaves), batch)
+        signs = torch.randn(losses.shape, generator=generator).to(losses)
+        found = torch.autograd.grad(
+            (losses * signs).sum(), list(leaves.values()), allow_unused=True
+        )
+        return {
+            n: torch.zeros_like(p) if g is None else g
+            for (n, p), g in zip(leaves.items(), found, strict=True)
+        }
+
 
 def _check_forward(check: _Check, batch: Batch, other: Batch) -> None:
     """No example's output or loss depends on another example."""
     with torch.no_grad():
-        output, trace = _traced(check, batch)
+        output, trace = traced(check.model, partial(check.plain, batch))
         losses = check.losses(output, batch)
         # by an example that the batch has already, too: a loss may count equal ones
-        twins = _rolled(batch)
+        twins = rolled(batch)
         for j, source in product(range(check.size), (other, twins)):
-            mixed = _replace_example(batch, source, j)
-            changed, changed_trace = _traced(check, mixed)
+            mixed = with_example_of(batch, source, j)
+            changed, changed_trace = traced(check.model, partial(check.plain, mixed))
             rows = [i for i in range(check.size) if i != j]
-            if not _same_rows(output, changed, rows, check.size):
-                name = _first_coupled(trace, changed_trace, rows, check.size)
+            if not same_rows(output, changed, rows, check.size):
+                name = first_coupled(trace, changed_trace, rows, check.size)
                 raise CouplingError(
                     "the output for one example changes when another example of the "
                     f"batch changes (first seen at {name})",
@@ -296,62 +310,3 @@ def _refuse_unreached(recording: Recording) -> None:
             "from the loss; under noise these weights would only drift",
             "freeze them (requires_grad_(False)), remove them, or use them",
         )
-
-
-def _replace_example(batch: Batch, other: Batch, j: int) -> Batch:
-    def swap(x: Any, y: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        x = x.clone()
-        x[j] = y[j]
-        return x
-
-    return Batch(
-        tree_map(swap, batch.inputs, other.inputs),
-        tree_map(swap, batch.targets, other.targets),
-    )
-
-
-def _rolled(batch: Batch) -> Batch:
-    """Every example in the place of the next one."""
-
-    def roll(x: Any) -> Any:
-        return x.roll(1, 0) if isinstance(x, Tensor) else x
-
-    return Batch(tree_map(roll, batch.inputs), tree_map(roll, batch.targets))
-
-
-def _traced(check: _Check, batch: Batch) -> tuple[Any, list[tuple[str, Any]]]:
-    """Output of the model and of each of its modules, in the order they finish."""
-    trace: list[tuple[str, Any]] = []
-    handles = []
-    try:
-        for name, module in check.model.named_modules():
-            handles.append(
-                module.register_forward_hook(
-                    lambda m, a, out, n=name: trace.append((n, out))
-                )
-            )
-        return check.outputs(batch, check.parameters), trace
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _same_rows(x: Any, y: Any, rows: list[int], size: int) -> bool:
-    pairs = zip(float_tensors(x), float_tensors(y), strict=True)
-    return all(
-        close(t[rows], u[rows]) for t, u in pairs if t.dim() > 0 and t.shape[0] == size
-    )
-
-
-def _first_coupled(
-    trace: list[tuple[str, Any]],
-    changed: list[tuple[str, Any]],
-    rows: list[int],
-    size: int,
-) -> str:
-    for (name, x), (_, y) in zip(trace, changed, strict=False):
-        if not _same_rows(x, y, rows, size):
-            return f"layer {name!r}" if name else "the model's own forward"
-    return "the model's own forward"

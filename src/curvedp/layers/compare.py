@@ -1,0 +1,71 @@
+"""Do two passes agree: tensors up to rounding, examples apart, module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvedp.layers.direct import float_tensors
+
+__all__ = ["close", "first_coupled", "same_rows", "traced"]
+
+#: Largest relative deviation by dtype. A wrong attribution is off by about 1.
+TOLERANCE = {
+    torch.float64: 1e-7,
+    torch.float32: 2e-3,
+    torch.bfloat16: 1e-1,
+    torch.float16: 5e-2,
+}
+
+
+def close(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors agree up to the rounding of their dtype."""
+    if x.shape != y.shape:
+        return False
+    coarsest = max(TOLERANCE.get(t.dtype, 2e-3) for t in (x, y))
+    x, y = x.double(), y.double()
+    scale = torch.maximum(x.norm(), y.norm())
+    return bool((x - y).norm() <= coarsest * scale + 1e-12)
+
+
+def traced(
+    model: nn.Module, run: Callable[[], Any]
+) -> tuple[Any, list[tuple[str, Any]]]:
+    """Output of the model and of each of its modules, in the order they finish."""
+    trace: list[tuple[str, Any]] = []
+    handles = []
+    try:
+        for name, module in model.named_modules():
+            handles.append(
+                module.register_forward_hook(
+                    lambda m, a, out, n=name: trace.append((n, out))
+                )
+            )
+        return run(), trace
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def same_rows(x: Any, y: Any, rows: list[int], size: int) -> bool:
+    """Whether these examples have the same outputs; ``size`` is that of the batch."""
+    pairs = zip(float_tensors(x), float_tensors(y), strict=True)
+    return all(
+        close(t[rows], u[rows]) for t, u in pairs if t.dim() > 0 and t.shape[0] == size
+    )
+
+
+def first_coupled(
+    trace: list[tuple[str, Any]],
+    changed: list[tuple[str, Any]],
+    rows: list[int],
+    size: int,
+) -> str:
+    """The first module in which other examples than the changed one differ."""
+    for (name, x), (_, y) in zip(trace, changed, strict=False):
+        if not same_rows(x, y, rows, size):
+            return f"layer {name!r}" if name else "the model's own forward"
+    return "the model's own forward"
