@@ -24,6 +24,7 @@ import errno
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -125,11 +126,20 @@ class Ledger(LedgerRecord):
         return cls(record, descriptor, len(line))
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Ledger:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        check: Callable[[LedgerRecord], None] | None = None,
+    ) -> Ledger:
         """Open a ledger to go on writing, after a crash too.
 
         An unfinished last line is cut off, logged, and remarked upon in the ledger:
         :meth:`pay` had not returned, so the noise it was for was never drawn.
+
+        Args:
+            path: of the file.
+            check: called with what the file says, when it is locked and before it is
+                changed; refuses it by raising.
 
         Raises:
             LedgerError: the file is missing, foreign or damaged, or open elsewhere.
@@ -146,6 +156,8 @@ class Ledger(LedgerRecord):
             _lock(descriptor, target)
             content = _read(target)
             record, size = parse_ledger(target, content)
+            if check is not None:
+                check(record)
             os.lseek(descriptor, size, os.SEEK_SET)
             if size < len(content):
                 os.ftruncate(descriptor, size)
@@ -191,6 +203,14 @@ class Ledger(LedgerRecord):
         """Record a remark, such as that private diagnostics were shown."""
         self._append(Note(self._next_seq(), text, _now()))
 
+    def require_open(self) -> None:
+        """Refuse if this process may not write to the run any more.
+
+        Raises:
+            LedgerError: the ledger is closed, was moved, or was written by others.
+        """
+        self._checked_descriptor()
+
     def close(self) -> None:
         """Release the file and its lock; closing twice is harmless."""
         descriptor, self._descriptor = self._descriptor, None
@@ -210,7 +230,7 @@ class Ledger(LedgerRecord):
 
     def _append(self, entry: Payment | Note) -> None:
         descriptor = self._checked_descriptor()
-        line, chains = dump_lines([entry], self._chains[-1] if self.chained else None)
+        line, chains = dump_lines([entry], self._chains[-1], chained=self.chained)
         try:
             _write(descriptor, line)
         except OSError as error:
@@ -236,7 +256,8 @@ class Ledger(LedgerRecord):
     def _checked_descriptor(self) -> int:
         if self._descriptor is None:
             raise LedgerError(
-                f"{self.path} is closed", "open it again with Ledger.open"
+                f"{self.path} is closed, and its lock is released",
+                "attach the run again, or open the ledger with Ledger.open",
             )
         held = os.fstat(self._descriptor)
         try:
