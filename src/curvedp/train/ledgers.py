@@ -8,20 +8,16 @@ from typing import Any
 
 from curvedp._version import __version__
 from curvedp.accounting import Ledger, LedgerHeader, LedgerRecord, MemoryLedger
-from curvedp.errors import CheckpointError, ConfigurationError, LedgerError
+from curvedp.errors import ConfigurationError, LedgerError
 from curvedp.plan import DEFAULT_NOISE_SOURCE, Plan
 from curvedp.storage import as_storage_error, clear_leftovers, make_folder
-from curvedp.train.checkpoint import checkpoint_folders, read_head
 from curvedp.train.journal import Journal
+from curvedp.train.witnesses import check_ledger, witnesses
 
-__all__ = ["WHEN_UNSAID", "check_heads", "note_lost_releases", "open_ledger"]
+__all__ = ["WHEN_UNSAID", "note_lost_releases", "open_ledger"]
 
 #: Facts that older versions did not write, because there was nothing but this.
 WHEN_UNSAID = {"noise_source": DEFAULT_NOISE_SOURCE}
-_RESTORE = (
-    "restore the ledger from a copy; without those lines nobody can tell what the run "
-    "has spent"
-)
 
 
 def open_ledger(
@@ -66,56 +62,12 @@ def open_ledger(
     def check(record: LedgerRecord) -> None:
         _refuse_other_settings(record, header)
         clear_leftovers(run_dir / "checkpoints")  # the lock is held: they are ours
-        check_heads(record, run_dir)
+        check_ledger(record, witnesses(run_dir))
 
     ledger = Ledger.open(path, check)
     if unsafe and not any("unsafe_reproducible_noise" in n for n in ledger.notes()):
         ledger.note(notes[0])
     return ledger
-
-
-def check_heads(record: LedgerRecord, run_dir: Path) -> None:
-    """Refuse a ledger that lacks lines which the run's other files have seen.
-
-    Checkpoints and journal entries hold the head that the ledger had when they were
-    made, and a release in the journal has been paid for.
-
-    Raises:
-        LedgerError: it was cut short, exchanged or rewritten.
-        CheckpointError: the newest checkpoint is damaged or of another run.
-    """
-    folders = checkpoint_folders(run_dir / "checkpoints")
-    for folder in reversed(folders):  # the newest has seen the most
-        try:
-            run_id, head = read_head(folder)
-        except CheckpointError:
-            if folder == folders[-1]:
-                raise
-            continue  # what it has seen, the newest one has seen too
-        if run_id != record.header.run_id:
-            raise CheckpointError(
-                f"{folder} belongs to another run than the ledger beside it",
-                "put the files of one run together again",
-            )
-        _check_head(record, head, folder)
-    journal = Journal(run_dir / "journal")
-    for step in reversed(journal.steps()):
-        if not record.next_attempt(step):
-            raise LedgerError(
-                f"{record.path} has no payment for step {step}, whose release is in "
-                "the journal: it was cut short or exchanged",
-                _RESTORE,
-            )
-        _check_head(record, journal.head(step), journal.path(step))
-
-
-def _check_head(record: LedgerRecord, head: tuple[int, str] | None, file: Path) -> None:
-    if head is not None and not record.has_head(*head):
-        raise LedgerError(
-            f"{record.path} does not have the line {head[0] + 1} that it had when "
-            f"{file} was made: it was cut short, exchanged or rewritten",
-            _RESTORE,
-        )
 
 
 def _refuse_lost_ledger(run_dir: Path) -> None:
