@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import curvedp
 from curvedp.accounting import read_ledger
 
 CHILD = Path(__file__).with_name("child.py")
@@ -16,7 +17,9 @@ PATIENCE = 120.0
 
 
 def start(folder, *arguments, **options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # the code under test, also where PYTHONPATH names it by a relative path
+    source = str(Path(curvedp.__file__).parents[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
     return subprocess.Popen(
         [sys.executable, str(CHILD), json.dumps(options), *map(str, arguments)],
         cwd=folder, env=environment, text=True,

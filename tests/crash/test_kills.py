@@ -77,7 +77,7 @@ def test_a_second_resume_is_refused_while_the_first_runs(blobs, tmp_path):
     loser, winner = sorted(two, key=lambda p: p.poll() is None)
     code, _, message = end(loser)
     assert code == 2
-    assert "run/ledger.jsonl is in use by another run" in message
+    assert "run is in use by another run" in message
     assert "wait until it ends" in message
     assert winner.poll() is None, "the other one goes on"
     assert kill(winner)

@@ -20,7 +20,6 @@ the time that a step takes depends on how many examples were sampled.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
@@ -28,7 +27,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from curvedp.accounting.events import Event
 from curvedp.accounting.records import (
@@ -40,13 +39,7 @@ from curvedp.accounting.records import (
     parse_ledger,
 )
 from curvedp.errors import LedgerError, StorageError
-
-try:
-    import fcntl as _fcntl_module
-except ImportError:  # not on Windows, where two writers are found by the file's size
-    fcntl: Any = None
-else:
-    fcntl = _fcntl_module
+from curvedp.locks import try_lock
 
 __all__ = [
     "Ledger",
@@ -58,13 +51,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _FLAGS = os.O_RDWR | getattr(os, "O_BINARY", 0)
-_UNLOCKABLE = {
-    errno.ENOLCK,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EINVAL,
-}
 
 
 def read_ledger(path: str | os.PathLike[str]) -> LedgerRecord:
@@ -110,17 +96,18 @@ class Ledger(LedgerRecord):
         except OSError as error:
             raise _storage(target, error) from error
         try:
-            _lock(descriptor, target)  # before anybody else can see the file
-            _write(descriptor, line)
-            _publish(draft, target)
+            try:
+                _lock(descriptor, target)  # before anybody else can see the file
+                _write(descriptor, line)
+                _publish(draft, target)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(draft)
         except BaseException as error:
             os.close(descriptor)
             if isinstance(error, OSError) and not isinstance(error, StorageError):
                 raise _storage(target, error) from error
             raise
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(draft)
         record = LedgerRecord(target, header)
         record.chained, record._chains = True, chains
         return cls(record, descriptor, len(line))
@@ -307,18 +294,11 @@ def _publish(draft: Path, target: Path) -> None:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(descriptor):
         raise LedgerError(
             f"{path} is in use by another run",
             "wait until it ends, or give this run a folder of its own",
-        ) from None
-    except OSError as error:
-        if error.errno not in _UNLOCKABLE:  # some network file systems have no locks
-            raise
+        )
 
 
 def _read(path: Path) -> bytes:
