@@ -27,7 +27,8 @@ def write_tensors(
         # it wraps the operating system's errors (a full disk) in its own type
         raise StorageError(
             f"cannot write {path}: {error}",
-            "free some space on that disk, or choose another folder",
+            "free some space on that disk, check its permissions, or choose another "
+            "folder",
         ) from error
 
 
