@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from curvedp import Trainer
+from curvedp.accounting import Ledger
 from curvedp.clipping import bounded, rules
 from curvedp.layers import coverage, resolve, verify
 from curvedp.layers.capture import Recording
 from curvedp.noise import GaussianMechanism, RandomStreams
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalLoader
+from curvedp.train import ledgers
 from curvedp.train.engine import Engine
+from curvedp.train.journal import Journal
 from curvedp.train.private import PrivateLoader
 
-from . import checks
+from . import checks, ledger_checks
 from .mutate import Fault, Patch
 
 FAULTS = [
@@ -176,6 +179,31 @@ FAULTS = [
         "7 no noise twice",
         checks.noise_address_is_used_once,
         (Patch(RandomStreams.generator, "if address in self._drawn:", "if False:"),),
+    ),
+    Fault(
+        "7 ledger cut to its header",
+        ledger_checks.cut_ledger_is_refused,
+        (Patch(ledgers.open_ledger, "Ledger.open(path, check)", "Ledger.open(path)"),),
+    ),
+    Fault(
+        "7 payment made again is cut off",
+        ledger_checks.twice_paid_step_cannot_be_cut_off,
+        (Patch(Journal.write, "json.dumps(ledger.head())", '"null"'),),
+    ),
+    Fault(
+        "7 flipped release",
+        ledger_checks.flipped_release_is_not_applied,
+        (Patch(Journal.read, 'facts["values"] != _digest(values)', "False"),),
+    ),
+    Fault(
+        "7 closed run",
+        ledger_checks.closed_run_writes_nothing,
+        (Patch(Ledger.require_open, "self._checked_descriptor()", "pass"),),
+    ),
+    Fault(
+        "7 promise of the header",
+        ledger_checks.promised_steps_are_kept,
+        (Patch(ledgers._refuse_other_settings, "stored != value", "False"),),
     ),
     Fault(
         "8 budget",

@@ -193,6 +193,7 @@ def _sq_lengths(g: Tensor) -> Tensor:
     size = max(1, CHUNK_ELEMENTS.get(g.device.type, 2**20) // max(1, rows.shape[1]))
     dtype = square_dtype(g)
     lengths = [
-        torch.linalg.vector_norm(part.to(dtype), dim=1) for part in torch.split(rows, size)
+        torch.linalg.vector_norm(part.to(dtype), dim=1)
+        for part in torch.split(rows, size)
     ]
     return torch.cat(lengths).double().square()

@@ -119,32 +119,36 @@ def make_private(
         optimiser=type(optimizer).__name__,
         unsafe=streams.is_unsafe,
     )
-    loader = source.loader(
-        plan.sampler(streams, ledger.next_attempt),
-        plan.sampling.expected_batch_size,
-        physical_batch_size,
-        coverage.activation_bytes,
-        device.type,
-    )
-    engine = Engine(
-        model=model,
-        optimizer=optimizer,
-        plan=plan,
-        coverage=coverage,
-        whitener=chosen.whitener(),
-        chain=chosen.chain,
-        streams=streams,
-        ledger=ledger,
-        loader=loader,
-        journal=Journal(folder / "journal") if folder and journal else None,
-    )
-    return Private(
-        engine,
-        chosen,
-        loss=checked_loss,
-        loss_reduction=loss_reduction,
-        run_dir=folder,
-    )
+    try:
+        loader = source.loader(
+            plan.sampler(streams, ledger.next_attempt),
+            plan.sampling.expected_batch_size,
+            physical_batch_size,
+            coverage.activation_bytes,
+            device.type,
+        )
+        engine = Engine(
+            model=model,
+            optimizer=optimizer,
+            plan=plan,
+            coverage=coverage,
+            whitener=chosen.whitener(),
+            chain=chosen.chain,
+            streams=streams,
+            ledger=ledger,
+            loader=loader,
+            journal=Journal(folder / "journal", ledger) if folder and journal else None,
+        )
+        return Private(
+            engine,
+            chosen,
+            loss=checked_loss,
+            loss_reduction=loss_reduction,
+            run_dir=folder,
+        )
+    except BaseException:
+        ledger.close()  # or the folder stays locked as long as this process lives
+        raise
 
 
 def _people(ids: Sequence[Hashable] | None, slots: int | None) -> People | None:
