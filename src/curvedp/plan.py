@@ -31,7 +31,10 @@ from curvedp.noise import (
 )
 from curvedp.sampling import PoissonSampler
 
-__all__ = ["Plan", "SamplingPlan"]
+__all__ = ["DEFAULT_NOISE_SOURCE", "Plan", "SamplingPlan"]
+
+#: The only source before there was a choice, so also that of a run that names none.
+DEFAULT_NOISE_SOURCE = "numpy Philox"
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,7 @@ class Plan:
     def noise_source(self) -> str:
         """The generator of noise and sampling, and the grid of the noise."""
         if not self.secure:
-            return "numpy Philox"
+            return DEFAULT_NOISE_SOURCE
         planned_std = self.noise_multiplier * self.clipping.bound
         return f"AES-256-CTR, grid 2^{Grid.of(planned_std).exponent}"
 

@@ -114,12 +114,46 @@ def test_every_single_bit_flip_is_found_or_changes_nothing(paid):
 
 def test_a_version_1_ledger_is_read_and_continued_as_it_is(paid):
     unchain(paid)
-    assert read_ledger(paid).head() is None
     with Ledger.open(paid) as ledger:
+        before = ledger.head()
         ledger.pay(3, 0, STEP)
-        assert ledger.head() is None
-    assert read_ledger(paid).count() == 5
+        after = ledger.head()
+    record = read_ledger(paid)
+    assert record.count() == 5 and not record.chained
     assert all("chain" not in line for line in entries(paid))
+    # its head can be kept elsewhere all the same
+    assert before[0] == 4 and after == record.head() and record.has_head(*before)
+    lines = entries(paid)
+    edited(lines)
+    store(paid, lines)
+    assert not read_ledger(paid).has_head(*before)
+
+
+def test_a_check_comes_before_anything_is_changed(paid):
+    torn = paid.read_bytes() + b'{"seq": 5'
+    paid.write_bytes(torn)
+    seen = []
+
+    def refuse(record):
+        seen.append((record.count(), record.torn))
+        with pytest.raises(LedgerError, match="in use"):
+            Ledger.open(paid)
+        raise LedgerError("refused")
+
+    with pytest.raises(LedgerError, match="refused"):
+        Ledger.open(paid, refuse)
+    assert seen[0][0] == 4 and "unfinished" in seen[0][1]
+    assert paid.read_bytes() == torn
+    Ledger.open(paid).close()  # the lock is gone
+    assert paid.read_bytes() != torn
+
+
+def test_a_closed_ledger_says_so(paid):
+    ledger = Ledger.open(paid)
+    ledger.require_open()
+    ledger.close()
+    with pytest.raises(LedgerError, match="is closed"):
+        ledger.require_open()
 
 
 def test_a_reopened_ledger_continues_the_chain(paid):

@@ -404,7 +404,7 @@ def test_a_created_ledger_is_locked_from_the_start(path):
 
 
 def test_a_writer_without_locks_is_still_found(paid, monkeypatch):
-    monkeypatch.setattr("curvedp.accounting.ledger.fcntl", None)
+    monkeypatch.setattr("curvedp.locks.fcntl", None)
     with Ledger.open(paid) as one, Ledger.open(paid) as other:
         one.pay(3, 0, STEP)
         with pytest.raises(LedgerError, match="changed by another"):

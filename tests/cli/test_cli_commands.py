@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 from curvedp.accounting import read_ledger
 from curvedp.cli.app import app
 from curvedp.experiments import train_run
+from tests.accounting.test_accounting_ledger import unchain
 
 COMPARE_KEYS = {
     "recipe",
@@ -299,6 +301,27 @@ def test_private_quantities_are_not_printed(call, flags):
     loud = call("train", *flags, "--run-dir", "s", "--show-private-training-loss")
     assert "PRIVATE loss" in loud.stderr
     assert "loss was shown" in call("privacy", "spent", "s").stdout
+
+
+def test_spent_says_when_a_ledger_has_no_chain(call, flags, tmp_path):
+    call("train", *flags, "--run-dir", "r")
+    assert document(call("privacy", "spent", "r", "--json"))["chained"] is True
+    assert "version 1" not in call("privacy", "spent", "r").stdout
+    shutil.copy(tmp_path / "r" / "ledger.jsonl", tmp_path / "old.jsonl")
+    unchain(tmp_path / "old.jsonl")
+    assert document(call("privacy", "spent", "old.jsonl", "--json"))["chained"] is False
+    text = " ".join(call("privacy", "spent", "old.jsonl").stdout.split())
+    assert "a ledger of version 1, whose lines carry no checksums" in text
+
+
+def test_spent_refuses_a_ledger_that_its_run_has_seen_longer(call, flags, tmp_path):
+    call("train", *flags, "--run-dir", "r")
+    ledger = tmp_path / "r" / "ledger.jsonl"
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-1]))
+    for given in ("r", ledger):
+        assert "cut short" in call("privacy", "spent", given, code=2).stderr
+    shutil.copy(ledger, tmp_path / "copy.jsonl")  # alone it cannot be told
+    assert document(call("privacy", "spent", "copy.jsonl", "--json"))["payments"] == 5
 
 
 def test_output_fits_eighty_columns(call, flags):

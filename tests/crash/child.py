@@ -2,12 +2,14 @@
 
 ``python child.py <options as JSON> <arguments of curvedp>``. Options: ``draws``, the
 file that every draw of noise is written to; ``fail``: name of the error, the calls in
-``os`` that raise it, and how many of them succeed before that.
+``os`` that raise it, and how many of them succeed before that; ``die``: the call in
+``os`` in whose place the process is killed, and how many of them come before that.
 """
 
 import errno
 import json
 import os
+import signal
 import sys
 
 _write, _open = os.write, os.open
@@ -48,6 +50,19 @@ def break_disk(name, calls, after):
         setattr(os, call, broken(getattr(os, call)))
 
 
+def die_at(name, after):
+    """Be killed in place of a call, as by kill -9."""
+    original, left = getattr(os, name), [after]
+
+    def call(*args, **kwargs):
+        if left[0] <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return original(*args, **kwargs)
+
+    setattr(os, name, call)
+
+
 def main():
     options = json.loads(sys.argv.pop(1))
     from curvedp.cli import main as curvedp
@@ -56,6 +71,8 @@ def main():
         watch_draws(options["draws"])
     if "fail" in options:
         break_disk(*options["fail"])
+    if "die" in options:
+        die_at(*options["die"])
     return curvedp()
 
 

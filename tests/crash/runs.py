@@ -9,14 +9,17 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from curvedp.accounting import read_ledger
+import curvedp
+from curvedp.accounting import get_accountant, read_ledger, repeated
 
 CHILD = Path(__file__).with_name("child.py")
 PATIENCE = 120.0
 
 
 def start(folder, *arguments, **options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # the code under test, also where PYTHONPATH names it by a relative path
+    source = str(Path(curvedp.__file__).parents[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
     return subprocess.Popen(
         [sys.executable, str(CHILD), json.dumps(options), *map(str, arguments)],
         cwd=folder, env=environment, text=True,
@@ -77,7 +80,20 @@ def check_account(folder, steps, kills=0):
     assert max(drawn.values()) == 1, "the same noise was drawn twice"
     assert set(drawn) <= set(paid), "noise was drawn that nobody paid for"
     assert len(paid) - len(drawn) <= kills
+    check_epsilon(record, len(drawn), steps)
     return record, lines, again
+
+
+def check_epsilon(record, drawn, steps):
+    """The figure covers all that was drawn, and is inside the planned one."""
+
+    def epsilon(count):
+        event = repeated(record.payments()[0].event, count)
+        return rdp.epsilon(event, record.header.relation, record.header.delta)
+
+    rdp = get_accountant("rdp")  # quick, and monotone in the number of steps
+    assert record.header.planned_steps == steps
+    assert 0 < epsilon(drawn) <= record.epsilon(rdp) <= epsilon(steps)
 
 
 def check_tidy(run):

@@ -13,6 +13,7 @@ from curvedp.accounting import read_ledger
 from curvedp.errors import CheckpointError, LedgerError
 from curvedp.train.engine import Engine
 from curvedp.train.journal import Journal
+from curvedp.train.tensors import read_tensors, write_tensors
 
 STEPS = 8
 
@@ -81,9 +82,33 @@ def test_a_ledger_cut_short_before_the_checkpoint_is_refused(run, kept):
     assert "step-00000006" in str(caught.value)
 
 
+def test_the_head_of_the_ledger_is_in_every_journal_entry(run):
+    journal = Journal(run / "journal")
+    for step in (4, 5, 6):
+        line = json.loads(ledger_lines(run)[step + 1])
+        assert journal.head(step) == (step + 1, line["chain"])
+
+
 def test_a_ledger_without_the_payment_of_a_journal_entry_is_refused(run):
     (run / "ledger.jsonl").write_text("".join(ledger_lines(run)[:7]))
     with pytest.raises(LedgerError, match="no payment for step 6"):
+        fit(run, resume=True)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("kept", [1, 3, 6])
+def test_a_ledger_cut_short_is_refused_whoever_attaches_it(run, kept, resume):
+    before = "".join(ledger_lines(run)[:kept])
+    (run / "ledger.jsonl").write_text(before + '{"seq": ')  # and a torn line
+    with pytest.raises(LedgerError, match="cut short"):
+        fit(run, resume=resume)
+    assert (run / "ledger.jsonl").read_text() == before + '{"seq": ', "left as it was"
+
+
+def test_a_journal_without_its_ledger_is_refused(run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "ledger.jsonl").unlink()
+    with pytest.raises(LedgerError, match="has a journal and no ledger"):
         fit(run, resume=True)
 
 
@@ -145,24 +170,82 @@ def test_a_checkpoint_of_version_1_is_still_read(run):
     assert fit(run, resume=True).steps == STEPS
 
 
-@pytest.mark.parametrize("damage", ["empty", "torn", "foreign", "missing"])
-def test_an_unreadable_journal_entry_is_a_lost_release(run, damage):
-    shutil.rmtree(checkpoints(run)[-1])  # back to step 4; 4, 5 and 6 in the journal
-    content = entry(run, 5).read_bytes()
-    if damage == "missing":
-        entry(run, 5).unlink()
-    elif damage == "foreign":
-        shutil.copy(entry(run, 6), entry(run, 5))
+DAMAGES = ["empty", "torn", "foreign", "value flipped", "settings flipped"]
+
+
+def damage_entry(run, step, damage):
+    content = bytearray(entry(run, step).read_bytes())
+    if damage == "foreign":
+        content = entry(run, step - 1).read_bytes()
+    elif damage == "value flipped":
+        content[-2] ^= 0x40
+    elif damage == "settings flipped":  # the learning rate that it was applied with
+        place = content.index(b'\\"lr\\",') + 8
+        content[place] = ord("9") if content[place] != ord("9") else ord("8")
     else:
-        entry(run, 5).write_bytes(content[: {"empty": 0, "torn": 200}[damage]])
-    result = fit(run, resume=True)
+        content = content[: {"empty": 0, "torn": 200}[damage]]
+    entry(run, step).write_bytes(content)
+
+
+def payments(run):
     record = read_ledger(run / "ledger.jsonl")
-    paid = [(p.step, p.attempt) for p in record.payments()]
-    assert paid == [*((s, 0) for s in range(7)), (5, 1)]  # the budget ends here
+    return [(p.step, p.attempt) for p in record.payments()], record.notes()
+
+
+ONCE = [(step, 0) for step in range(7)]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_release_that_others_follow_is_refused_by_name(run, damage):
+    shutil.rmtree(checkpoints(run)[-1])  # back to step 4; 4, 5 and 6 in the journal
+    damage_entry(run, 5, damage)
+    with pytest.raises(CheckpointError, match=r"step-00000005\S* cannot be") as caught:
+        fit(run, resume=True)
+    assert "steps from 5 to 6, which were paid for" in str(caught.value)
+    if "flipped" in damage:
+        assert "not match" in str(caught.value)
+    assert payments(run)[0] == ONCE, "nothing is spent without being asked"
+    assert Journal(run / "journal").steps(6) == [6]
+    entry(run, 5).unlink()  # the way out that the message names
+    result = fit(run, resume=True)
+    paid, notes = payments(run)
+    assert paid == [*ONCE, (5, 1)]  # the budget ends here
     assert result.steps == 6 and result.finished
-    assert "release of step 5 was missing or unreadable" in record.notes()[-1]
-    assert "steps from 5 to 6 are made and paid for again" in record.notes()[-1]
+    assert "release of step 5 was missing or unreadable" in notes[-1]
+    assert "steps from 5 to 6 are made and paid for again" in notes[-1]
     assert Journal(run / "journal").steps(6) == []  # the stale one is gone
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_last_release_is_made_and_paid_for_again(run, damage):
+    damage_entry(run, 6, damage)
+    result = fit(run, resume=True)
+    paid, notes = payments(run)
+    assert paid == [*ONCE, (6, 1)] and result.steps == 7
+    assert "steps from 6 to 6 are made and paid for again" in notes[-1]
+
+
+def rewritten(run, step, change):
+    """The entry with other facts in its header."""
+    values, facts = read_tensors(entry(run, step))
+    change(facts)
+    write_tensors(entry(run, step), values, facts)
+
+
+def test_a_release_of_version_1_is_still_read(run):
+    def without_checksums(facts):
+        for name in ("version", "ledger", "values", "seal"):
+            del facts[name]
+
+    rewritten(run, 6, without_checksums)
+    assert fit(run, resume=True).steps == STEPS
+
+
+@pytest.mark.parametrize("name", ["version", "ledger", "values", "seal", "noise_std"])
+def test_no_part_of_a_releases_header_can_go_missing(run, name):
+    rewritten(run, 6, lambda facts: facts.pop(name))
+    journal = Journal(run / "journal")
+    assert journal.read(6) is None and journal.head(6) is None
 
 
 def test_leftovers_of_a_killed_process_are_ignored_and_cleared(run):

@@ -36,7 +36,7 @@ def moment(chance, run, process):
 def killed_run(blobs, folder, kills, steps, seed):
     chance = random.Random(seed)
     run, draws = folder / "run", str(folder / "draws")
-    done = 0
+    done, began = 0, time.monotonic()
     process = start(folder, *train_flags(blobs, steps), draws=draws)
     wait_for((run / "run.json").exists, process)
     while done < kills:
@@ -54,7 +54,9 @@ def killed_run(blobs, folder, kills, steps, seed):
     assert len({pid for pid, *_ in lines}) > 1  # several processes drew
     check_tidy(run)
     Ledger.open(run / "ledger.jsonl").close()  # no lock was left behind
-    print(f"{kills} kills: {again} steps paid again, {len(lines)} draws")
+    seconds = time.monotonic() - began
+    print(f"{kills} kills: {again} steps paid again, {len(lines)} draws of noise for "
+          f"{record.count()} payments, {seconds:.0f} s")  # fmt: skip
 
 
 def test_killed_four_times_the_account_is_right(blobs, tmp_path):
@@ -77,7 +79,7 @@ def test_a_second_resume_is_refused_while_the_first_runs(blobs, tmp_path):
     loser, winner = sorted(two, key=lambda p: p.poll() is None)
     code, _, message = end(loser)
     assert code == 2
-    assert "run/ledger.jsonl is in use by another run" in message
+    assert "run is in use by another run" in message
     assert "wait until it ends" in message
     assert winner.poll() is None, "the other one goes on"
     assert kill(winner)

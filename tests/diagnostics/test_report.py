@@ -21,17 +21,19 @@ def test_servers_and_norms_come_from_the_shapes_seen():
         def __init__(self):
             super().__init__()
             self.wide, self.narrow = nn.Linear(64, 64), nn.Linear(64, 3)
+            self.uneven = nn.Linear(4, 64)
             self.token = nn.Parameter(torch.zeros(1, 1, 64))
             self.act, self.head = nn.PReLU(), nn.Linear(3, 2)
 
         def forward(self, x):
-            return self.head(self.narrow(self.act(self.wide(x + self.token))).mean(1))
+            h = self.wide(x + self.token) + self.uneven(x[..., :4])
+            return self.head(self.narrow(self.act(h)).mean(1))
 
     layers, found = rows(Net(), torch.zeros(2, 8, 64))
     assert found.verdict is Verdict.READY
     shown = {n: (x.served_by, x.norms) for n, x in layers.items()}
     assert shown["wide"] == ("rule", "gram")
-    assert shown["narrow"] == ("rule", "instantiate")
+    assert shown["narrow"] == ("rule", "written")
     assert shown["head"] == ("rule", "product")
     assert shown["(the model itself)"] == ("expanded", "written")
     assert shown["act"][0] == "vmap"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import nn
@@ -33,28 +31,9 @@ from .cases import (
     parameters,
     train,
 )
-
-
-def refused(
-    error: type[CurvedpError], words: str, action: Callable[[], object]
-) -> None:
-    """The action is refused with these words, or the check has failed."""
-    try:
-        action()
-    except error as refusal:
-        assert words in str(refusal), f"refused for another reason: {refusal}"
-    except Exception as other:
-        raise AssertionError(f"another error: {other}") from other
-    else:
-        raise AssertionError("not refused")
-
+from .checking import clipped_vector, pairs, refused, unusable
 
 # -- rule 1: the divisor is declared, and nothing depends on the number of examples --
-
-
-def unusable(n):
-    """Examples that contribute nothing, so that only their number is left to leak."""
-    return TensorDataset(torch.full((n, 4), float("nan")), torch.zeros(n).long())
 
 
 def size_does_not_show():
@@ -101,23 +80,10 @@ def bad_example_is_as_if_absent():
         x[5] = 0
         y[5] = 0
         without = torch.arange(len(y)) != 5
-        expected = _clipped_sum(TensorDataset(x[without], y[without]))
+        expected = clipped_vector(TensorDataset(x[without], y[without]))
         assert torch.isfinite(poisoned).all(), f"{poison} reached the parameters"
         x[5] = poison
-        assert torch.allclose(_clipped_sum(TensorDataset(x, y)), expected, atol=1e-6)
-
-
-def _clipped_sum(dataset, **options):
-    """The clipped sum of the whole dataset (it fits one physical batch), flattened."""
-    private = attach(
-        dataset, rate=1.0, steps=1, physical_batch_size=len(dataset), **options
-    )
-    engine = private._engine
-    for x, y in private.loader:
-        private.loss(private.model(x), y).backward()
-        engine.accumulate()
-        break
-    return torch.cat([v.flatten() for v in engine._open.pending.values.values()])
+        assert torch.allclose(clipped_vector(TensorDataset(x, y)), expected, atol=1e-6)
 
 
 # -- rule 4: an empty batch adds noise and counts --
@@ -133,10 +99,6 @@ def empty_batches_count():
 
 
 # -- rule 5: coverage --
-
-
-def pairs(inputs):
-    return TensorDataset(inputs, torch.zeros(len(inputs)).long())
 
 
 def time_first_is_refused():
@@ -329,7 +291,7 @@ def contribution_is_bounded():
     for clipping in ("flat", "normalised", "per-layer"):
         for i in range(0, 40, 13):
             one = TensorDataset(x[i : i + 1], torch.zeros(1).long())
-            total = _clipped_sum(one, clipping=clipping, clip_norm=0.7)
+            total = clipped_vector(one, clipping=clipping, clip_norm=0.7)
             assert total.double().norm() <= 0.7 * (1 + 1e-6), clipping
 
 

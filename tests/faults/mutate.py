@@ -9,10 +9,12 @@ no longer be planted proves nothing.
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import _lru_cache_wrapper
 from typing import Any
 
 
@@ -23,15 +25,35 @@ class Patch:
     new: str
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A rule, a check of it, and what has to be broken for the check to fail."""
+
+    rule: str
+    check: Callable[[], None]
+    patches: tuple[Patch, ...]
+
+
 @contextmanager
 def planted(*patches: Patch) -> Iterator[None]:
     by_function: dict[Any, list[Patch]] = {}
     for patch in patches:
         by_function.setdefault(_plain(patch.function), []).append(patch)
     with ExitStack() as stack:
+        stack.callback(_forget)
         for function, group in by_function.items():
             stack.enter_context(_planted_in(function, group))
+        _forget()
         yield
+
+
+def _forget() -> None:
+    """Clear caches: what was computed with a fault, or without, must not stay."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "curvedp":
+            for value in list(vars(module).values()):
+                if isinstance(value, _lru_cache_wrapper):
+                    value.cache_clear()
 
 
 @contextmanager

@@ -1,272 +1,23 @@
-"""Every rule of the design is checked twice: as it is, and with its guard removed.
+"""Every rule of the design, and every failure seen elsewhere, is checked twice.
 
-A check that passes without its guard checks nothing.
+As it is, and with its guard removed: a check that passes without its guard checks
+nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
 
-from curvedp import Trainer
-from curvedp.clipping import bounded, rules
-from curvedp.layers import coverage, resolve, verify
-from curvedp.layers.capture import Recording
-from curvedp.noise import GaussianMechanism, RandomStreams
-from curvedp.plan import Plan
-from curvedp.sampling import PhysicalLoader
-from curvedp.train.engine import Engine
-from curvedp.train.private import PrivateLoader
+from . import peer_faults, rule_faults
+from .mutate import planted
+from .peers import PEERS
 
-from . import checks
-from .mutate import Patch, planted
+FAULTS = rule_faults.FAULTS + peer_faults.FAULTS
 
 
-@dataclass(frozen=True)
-class Fault:
-    rule: str
-    check: Callable[[], None]
-    patches: tuple[Patch, ...]
-
-
-FAULTS = [
-    Fault(
-        "1 divisor and N",
-        checks.size_does_not_show,
-        (
-            Patch(
-                Engine.apply,
-                "self.plan.sampling.expected_batch_size",
-                "self._loader._size * self.plan.sampling.sample_rate",
-            ),
-        ),
-    ),
-    Fault(
-        "2 one plan: bound",
-        checks.noise_fits_the_bound,
-        (Patch(GaussianMechanism.update, "clipped.bound > self.bound", "False"),),
-    ),
-    Fault(
-        "2 relation and size",
-        checks.size_derived_sampling_is_not_add_remove,
-        (
-            Patch(
-                Plan.make.__func__.__globals__["_choose_relation"],
-                "size_is_public and not chosen.size_is_public",
-                "False",
-            ),
-        ),
-    ),
-    Fault(
-        "3 NaN and Inf examples",
-        checks.bad_example_is_as_if_absent,
-        (
-            Patch(
-                bounded.clipped_sum,
-                "ios = [io.keep(finite) for io in ios]",
-                "ios = list(ios)",
-            ),
-        ),
-    ),
-    Fault(
-        "4 empty batch",
-        checks.empty_batches_count,
-        (Patch(PhysicalLoader.steps, "max(1, len(drawn))", "len(drawn)"),),
-    ),
-    Fault(
-        "5 wrong batch dimension",
-        checks.time_first_is_refused,
-        (
-            Patch(
-                verify._check_attribution,
-                "if close(grads[name], expected):",
-                "if close(grads[name].sum(0), expected.sum(0)):",
-            ),
-            Patch(verify.verify, "for j in range(size)", "for j in range(0)"),
-        ),
-    ),
-    Fault(
-        "5 loss that couples examples",
-        checks.coupled_loss_is_refused,
-        (
-            Patch(
-                verify._check_forward,
-                "not close(losses[rows], check.losses(changed, mixed)[rows])",
-                "False",
-            ),
-            Patch(verify.verify, "for j in range(size)", "for j in range(0)"),
-        ),
-    ),
-    Fault(
-        "5 buffer changed in the forward pass",
-        checks.changing_buffer_is_refused,
-        (
-            Patch(
-                Recording._check_buffers, "before.get(name) != after.get(name)", "False"
-            ),
-        ),
-    ),
-    Fault(
-        "5 unused layer",
-        checks.unused_layer_is_refused,
-        (
-            Patch(resolve._refuse_uncalled, "not observed.calls", "False"),
-            Patch(verify._refuse_unreached, "if names:", "if False:"),
-            Patch(verify._check_attribution, "if name not in grads:", "if False:"),
-            Patch(
-                verify._check_attribution,
-                "if close(grads[name], expected):",
-                "if True:",
-            ),
-        ),
-    ),
-    Fault(
-        "5 functional weight",
-        checks.functional_weight_is_refused,
-        (
-            Patch(
-                verify._check_attribution,
-                "if close(grads[name], expected):",
-                "if True:",
-            ),
-        ),
-    ),
-    Fault(
-        "6 BatchNorm",
-        checks.batch_norm_is_refused_with_the_replacement,
-        (
-            Patch(
-                coverage._refuse_module, "if module.training or trainable:", "if False:"
-            ),
-        ),
-    ),
-    Fault(
-        "7 paid before drawn",
-        checks.paid_before_drawn,
-        (
-            Patch(
-                Engine.release,
-                "self.ledger.pay(self.step, attempt, self._event)\n"
-                "    state = NoiseState(self.streams, attempt)\n"
-                "    release, _ = self._mechanism.update(pending, state)",
-                "state = NoiseState(self.streams, attempt)\n"
-                "    release, _ = self._mechanism.update(pending, state)\n"
-                "    self.ledger.pay(self.step, attempt, self._event)",
-            ),
-        ),
-    ),
-    Fault(
-        "7 kept before applied",
-        checks.kept_before_applied,
-        (
-            Patch(
-                Engine.release,
-                "    if self.journal is not None:\n"
-                "        self.journal.write(release, self._group_settings())\n"
-                "    self.apply(release)",
-                "    self.apply(release)\n"
-                "    if self.journal is not None:\n"
-                "        self.journal.write(release, self._group_settings())",
-            ),
-        ),
-    ),
-    Fault(
-        "7 second attempt",
-        checks.second_attempt_draws_other_noise,
-        (
-            Patch(
-                Engine.release,
-                "NoiseState(self.streams, attempt)",
-                "NoiseState(self.streams, 0)",
-            ),
-        ),
-    ),
-    Fault(
-        "7 a step made again is drawn again",
-        checks.a_step_made_again_is_drawn_again,
-        (Patch(Plan.sampler, "step, attempt(step)", "step"),),
-    ),
-    Fault(
-        "7 no noise twice",
-        checks.noise_address_is_used_once,
-        (Patch(RandomStreams.generator, "if address in self._drawn:", "if False:"),),
-    ),
-    Fault(
-        "8 budget",
-        checks.budget_stops,
-        (
-            Patch(PrivateLoader.__iter__, "engine.steps_left == 0", "False"),
-            Patch(
-                Engine.batches, "min(steps, self.steps_left)", "max(1, self.steps_left)"
-            ),
-            Patch(Engine.release, "self.steps_left == 0", "False"),
-        ),
-    ),
-    Fault(
-        "8 lost steps",
-        checks.lost_steps_are_paid_from_the_same_budget,
-        (Patch(Engine.steps_left, "self.ledger.count()", "self.step"),),
-    ),
-    Fault(
-        "10 loss reported",
-        checks.loss_is_not_reported,
-        (Patch(Trainer.report, "if self._show_loss else None", ""),),
-    ),
-    Fault(
-        "10 shown loss noted",
-        checks.shown_loss_is_noted,
-        (Patch(Trainer._run, "if self._show_loss:", "if False:"),),
-    ),
-    Fault(
-        "11 operating system entropy",
-        checks.noise_comes_from_the_operating_system,
-        (Patch(RandomStreams.__init__, "secrets.randbits(256)", "0"),),
-    ),
-    Fault(
-        "11 separate streams",
-        checks.streams_are_separate,
-        (Patch(RandomStreams._sequence, "(stream.value, *address)", "address"),),
-    ),
-    Fault(
-        "12 bound",
-        checks.contribution_is_bounded,
-        (Patch(rules.FlatClipping.weights, ".clamp_max(1)", ".clamp_min(1)"),),
-    ),
-    Fault(
-        "13 delta",
-        checks.large_delta_is_refused,
-        (
-            Patch(
-                Plan.make.__func__.__globals__["_check_delta"],
-                "delta >= 1 / size and not allow_large",
-                "False",
-            ),
-        ),
-    ),
-    Fault(
-        "loop: skipped batch",
-        checks.skipped_batch_is_refused,
-        (Patch(Engine._take_in, "if batch is None:", "if True:"),),
-    ),
-    Fault(
-        "loop: two passes",
-        checks.second_pass_is_refused,
-        (
-            Patch(
-                Engine.forward,
-                "self._open.batch is not None and self._open.recording is not None",
-                "False",
-            ),
-        ),
-    ),
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.rule)
-def test_rule_holds(fault):
-    fault.check()
+@pytest.mark.parametrize("check", dict.fromkeys(f.check for f in FAULTS))
+def test_rule_holds(check):
+    check()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.rule)
@@ -274,3 +25,21 @@ def test_check_fails_when_the_guard_is_removed(fault):
     with planted(*fault.patches), pytest.raises(AssertionError):
         fault.check()
     fault.check()  # and the patch is gone again
+
+
+def test_faults_have_names_of_their_own():
+    names = [fault.rule for fault in FAULTS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("clause", PEERS, ids=lambda c: c.failure)
+def test_every_failure_seen_elsewhere_has_a_check_that_can_fail(clause):
+    can_fail = {fault.check for fault in FAULTS}
+    assert clause.checks, "nothing guards against it"
+    for check in clause.checks:
+        assert check in can_fail, f"{check.__name__} has no fault"
+
+
+def test_every_check_of_a_peers_failure_is_in_the_table():
+    listed = {check for clause in PEERS for check in clause.checks}
+    assert {fault.check for fault in peer_faults.FAULTS} <= listed

@@ -17,10 +17,10 @@ from curvedp.whitening import IdentityWhitener
 SEED = 7
 
 
-def record(model, coverage, batch, size, loss):
+def record(model, coverage, batch, size, loss, keep_inputs=False):
     """A recorded pass; the random state is the same every time."""
     torch.manual_seed(SEED)
-    recording = Recording(model, coverage.covered, size)
+    recording = Recording(model, coverage.covered, size, keep_inputs=keep_inputs)
     output = recording.forward(*as_call(batch.inputs))
     loss(output, batch.targets).sum().backward()
     return recording.layer_ios()

@@ -210,3 +210,11 @@ def test_a_shared_embedding_whose_first_dimension_is_used_up():
         head=nn.Linear(5, 3),
     )
     assert covered(model, 6, 5).keys() == {"table", "head"}
+
+
+def test_a_rectifier_that_is_off_for_a_few_examples_is_not_dead():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 3))
+    nn.init.constant_(model[0].weight, -0.1)  # the check's inputs are not negative
+    nn.init.constant_(model[0].bias, -0.1)
+    assert covered(model, 4).keys() == {"0", "2"}

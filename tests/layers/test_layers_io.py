@@ -8,10 +8,12 @@ from nets import ALL, composed, loss
 from passes import flat, in_float64, record
 from torch import nn
 
-from curvedp.layers import Batch, as_call, cover, dense, synthesiser_like
+from curvedp.errors import LoopError
+from curvedp.layers import Batch, Recording, as_call, cover, dense, synthesiser_like
 from curvedp.layers.conv import ConvGeometry
 from curvedp.layers.dense import DenseIO, NormMethod, choose_method
 from curvedp.layers.direct import Expanded
+from curvedp.layers.io import DirectIO
 from curvedp.testing import (
     check_transform,
     check_whitener,
@@ -27,11 +29,11 @@ SAME = 1e-5
 SIZE = 5
 
 
-def recorded(net, size=SIZE):
+def recorded(net, size=SIZE, keep_inputs=True):
     model = net.make()
     coverage = cover(model, net.synthesiser(), loss)
     batch = net.batch(size, torch.Generator().manual_seed(2))
-    return model, record(model, coverage, batch, size, loss)
+    return model, record(model, coverage, batch, size, loss, keep_inputs)
 
 
 def net_called(name):
@@ -48,9 +50,10 @@ FORMS = [
 ]
 
 
+@pytest.mark.parametrize("keep_inputs", [True, False], ids=["kept", "settled"])
 @pytest.mark.parametrize("net", [net_called(n) for n in FORMS], ids=str)
-def test_norms_sums_and_masks_agree_with_the_gradients(net):
-    _, ios = recorded(net)
+def test_norms_sums_and_masks_agree_with_the_gradients(net, keep_inputs):
+    _, ios = recorded(net, keep_inputs=keep_inputs)
     weights = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0])
     mask = torch.tensor([True, False, True, True, False])
     for io in ios:
@@ -81,6 +84,38 @@ def test_norms_do_not_depend_on_the_chunks(method, monkeypatch):
     for io, expected in zip(dense_ios, whole, strict=True):
         assert len(list(io._chunks())) == SIZE
         assert torch.allclose(io.sq_norms(), expected, rtol=SAME)
+
+
+def test_small_gradients_settle_and_inputs_of_large_ones_stay():
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(48, 20)
+    )
+    batch = Batch(torch.randn(SIZE, 2, 6, 6), torch.zeros(SIZE, dtype=torch.int64))
+    coverage = cover(model, synthesiser_like(batch, model), loss)
+    convolution, norm, head = record(model, coverage, batch, SIZE, loss)
+    assert isinstance(convolution, DirectIO)
+    assert isinstance(norm, DirectIO)
+    assert isinstance(head, DenseIO)
+    whole = record(model, coverage, batch, SIZE, loss, keep_inputs=True)[0]
+    assert isinstance(whole, DenseIO)
+    for name, g in whole.per_example().items():
+        assert torch.equal(g, convolution.grads[name])
+
+
+def test_what_settled_frees_its_inputs_during_the_backward_pass():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3))
+    x = torch.randn(SIZE, 2, 8, 8)
+    coverage = cover(model, synthesiser_like(Batch(x, x), model), None)
+    recording = Recording(model, coverage.covered, SIZE)
+    output = recording.forward((x,), {})
+    assert len(recording.inputs()) == 2
+    output.square().sum().backward()
+    assert recording.inputs() == []
+    assert recording.reached
+    with pytest.raises(LoopError, match="twice"):
+        output = recording.forward((x,), {}).square().sum()
+        output.backward(retain_graph=True)
+        output.backward()
 
 
 def test_the_planner_takes_gram_only_where_it_is_cheaper_and_smaller():

@@ -38,7 +38,7 @@ def joined_ios(name):
     model = net.make()
     coverage = cover(model, net.synthesiser(), loss)
     batch = net.batch(SIZE, torch.Generator().manual_seed(4))
-    ios = record(model, coverage, batch, SIZE, loss)
+    ios = record(model, coverage, batch, SIZE, loss, keep_inputs=True)
     found = [io for io in ios if isinstance(io, JoinedIO)]
     assert found, "the net has no joined layer"
     return found

@@ -20,14 +20,14 @@ the time that a step takes depends on how many examples were sampled.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from curvedp.accounting.events import Event
 from curvedp.accounting.records import (
@@ -39,13 +39,7 @@ from curvedp.accounting.records import (
     parse_ledger,
 )
 from curvedp.errors import LedgerError, StorageError
-
-try:
-    import fcntl as _fcntl_module
-except ImportError:  # not on Windows, where two writers are found by the file's size
-    fcntl: Any = None
-else:
-    fcntl = _fcntl_module
+from curvedp.locks import try_lock
 
 __all__ = [
     "Ledger",
@@ -57,13 +51,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _FLAGS = os.O_RDWR | getattr(os, "O_BINARY", 0)
-_UNLOCKABLE = {
-    errno.ENOLCK,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EINVAL,
-}
 
 
 def read_ledger(path: str | os.PathLike[str]) -> LedgerRecord:
@@ -109,27 +96,37 @@ class Ledger(LedgerRecord):
         except OSError as error:
             raise _storage(target, error) from error
         try:
-            _lock(descriptor, target)  # before anybody else can see the file
-            _write(descriptor, line)
-            _publish(draft, target)
+            try:
+                _lock(descriptor, target)  # before anybody else can see the file
+                _write(descriptor, line)
+                _publish(draft, target)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(draft)
         except BaseException as error:
             os.close(descriptor)
             if isinstance(error, OSError) and not isinstance(error, StorageError):
                 raise _storage(target, error) from error
             raise
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(draft)
         record = LedgerRecord(target, header)
         record.chained, record._chains = True, chains
         return cls(record, descriptor, len(line))
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Ledger:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        check: Callable[[LedgerRecord], None] | None = None,
+    ) -> Ledger:
         """Open a ledger to go on writing, after a crash too.
 
         An unfinished last line is cut off, logged, and remarked upon in the ledger:
         :meth:`pay` had not returned, so the noise it was for was never drawn.
+
+        Args:
+            path: of the file.
+            check: called with what the file says, when it is locked and before it is
+                changed; refuses it by raising.
 
         Raises:
             LedgerError: the file is missing, foreign or damaged, or open elsewhere.
@@ -146,6 +143,8 @@ class Ledger(LedgerRecord):
             _lock(descriptor, target)
             content = _read(target)
             record, size = parse_ledger(target, content)
+            if check is not None:
+                check(record)
             os.lseek(descriptor, size, os.SEEK_SET)
             if size < len(content):
                 os.ftruncate(descriptor, size)
@@ -191,6 +190,14 @@ class Ledger(LedgerRecord):
         """Record a remark, such as that private diagnostics were shown."""
         self._append(Note(self._next_seq(), text, _now()))
 
+    def require_open(self) -> None:
+        """Refuse if this process may not write to the run any more.
+
+        Raises:
+            LedgerError: the ledger is closed, was moved, or was written by others.
+        """
+        self._checked_descriptor()
+
     def close(self) -> None:
         """Release the file and its lock; closing twice is harmless."""
         descriptor, self._descriptor = self._descriptor, None
@@ -210,7 +217,7 @@ class Ledger(LedgerRecord):
 
     def _append(self, entry: Payment | Note) -> None:
         descriptor = self._checked_descriptor()
-        line, chains = dump_lines([entry], self._chains[-1] if self.chained else None)
+        line, chains = dump_lines([entry], self._chains[-1], chained=self.chained)
         try:
             _write(descriptor, line)
         except OSError as error:
@@ -236,7 +243,8 @@ class Ledger(LedgerRecord):
     def _checked_descriptor(self) -> int:
         if self._descriptor is None:
             raise LedgerError(
-                f"{self.path} is closed", "open it again with Ledger.open"
+                f"{self.path} is closed, and its lock is released",
+                "attach the run again, or open the ledger with Ledger.open",
             )
         held = os.fstat(self._descriptor)
         try:
@@ -286,18 +294,11 @@ def _publish(draft: Path, target: Path) -> None:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(descriptor):
         raise LedgerError(
             f"{path} is in use by another run",
             "wait until it ends, or give this run a folder of its own",
-        ) from None
-    except OSError as error:
-        if error.errno not in _UNLOCKABLE:  # some network file systems have no locks
-            raise
+        )
 
 
 def _read(path: Path) -> bytes:

@@ -42,6 +42,9 @@ class MemoryLedger(LedgerRecord):
         self._add(entry)
         self._entries.append(entry)
 
+    def require_open(self) -> None:
+        """Nothing to hold: it is always open."""
+
     def close(self) -> None:
         """Nothing to release."""
 

@@ -4,7 +4,9 @@ Everything here is read from the file alone, so that anybody can recompute epsil
 without the training code. Writing is in :mod:`curvedp.accounting.ledger`.
 
 Since version 2 the lines are chained: each carries the SHA-256 of the line before it
-and of itself, so that an edited, removed, inserted or moved line is found.
+and of itself, so that an edited, removed, inserted or moved line is found. For a ledger
+of version 1 the same chain is computed on reading, so that its head too can be kept
+elsewhere and looked for again.
 """
 
 from __future__ import annotations
@@ -218,7 +220,7 @@ class LedgerRecord:
         return chosen.epsilon(self.event(), self.header.relation, self.header.delta)
 
     def head(self) -> tuple[int, str] | None:
-        """``seq`` and chain of the last line (0: the header); None if not chained."""
+        """``seq`` and chain of the last line (0: the header); None in memory."""
         return (len(self._chains) - 1, self._chains[-1]) if self._chains else None
 
     def has_head(self, seq: int, chain: str) -> bool:
@@ -332,13 +334,11 @@ def _parse_line(record: LedgerRecord, line: bytes, number: int) -> None:
 
 def _check_chain(record: LedgerRecord, data: Mapping[str, Any]) -> None:
     """The line follows from those before it, and is as it was written."""
-    if not record.chained:
-        if "chain" in data:
-            raise LedgerError("it has a chain, and a ledger of version 1 has none")
-        return
+    if not record.chained and "chain" in data:
+        raise LedgerError("it has a chain, and a ledger of version 1 has none")
     content = {name: value for name, value in data.items() if name != "chain"}
     due = chain_of(content, record._chains[-1] if record._chains else "")
-    if data.get("chain") != due:
+    if record.chained and data.get("chain") != due:
         raise LedgerError(
             "its chain does not fit: this line was edited, or a line before it was "
             "removed, inserted or moved"
@@ -375,14 +375,17 @@ def _foreign(path: Path, why: str) -> LedgerError:
 
 
 def dump_lines(
-    entries: Iterable[LedgerHeader | Payment | Note], previous: str | None = ""
+    entries: Iterable[LedgerHeader | Payment | Note],
+    previous: str = "",
+    *,
+    chained: bool = True,
 ) -> tuple[bytes, list[str]]:
     """The entries as lines of the file.
 
     Args:
         entries: what the lines say.
-        previous: the chain of the line before them; empty before the header, None in a
-            ledger without a chain.
+        previous: the chain of the line before them; empty before the header.
+        chained: whether the lines carry their chain; those of version 1 do not.
 
     Returns:
         The lines, and the chain of each of them.
@@ -391,10 +394,10 @@ def dump_lines(
     try:
         for entry in entries:
             content = entry.to_json()
-            if previous is not None:
-                previous = chain_of(content, previous)
+            previous = chain_of(content, previous)
+            chains.append(previous)
+            if chained:
                 content["chain"] = previous
-                chains.append(previous)
             lines.append(json.dumps(content, allow_nan=False) + "\n")
     except (TypeError, ValueError) as error:
         raise ConfigurationError(

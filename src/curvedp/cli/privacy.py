@@ -18,6 +18,7 @@ from curvedp.barrier import Relation
 from curvedp.cli.output import print_json, reports_errors, results, rows_of
 from curvedp.cli.parameters import JsonFlag
 from curvedp.errors import ConfigurationError, LedgerError
+from curvedp.train.witnesses import check_ledger, witnesses
 
 __all__ = ["app"]
 
@@ -25,6 +26,11 @@ app = typer.Typer(
     help="Calibrate noise, compute epsilon, read a ledger.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_UNCHAINED = (
+    "none: a ledger of version 1, whose lines carry no checksums; an edited or removed "
+    "line would not be found"
 )
 
 Delta = Annotated[float, typer.Option(help="Of (epsilon, delta).")]
@@ -133,9 +139,10 @@ def spent(
 ) -> None:
     """Recompute from a ledger what a run has spent.
 
-    Needs neither the data nor the model.
+    Needs neither the data nor the model. Beside the checkpoints and the journal of
+    its run, the ledger must contain all that they have seen of it.
     """
-    record = read_ledger(_ledger_file(ledger))
+    record = _read(_ledger_file(ledger))
     document = _account(record)
     if json_output:
         print_json(document)
@@ -157,10 +164,12 @@ def spent(
         ("gaps", _gaps(document["missing_steps"])),
         ("run", header.run_id),
     ]  # fmt: skip
+    if not record.chained:
+        pairs.append(("CHAIN", _UNCHAINED))
     if record.torn:
         pairs.append(("torn line", record.torn))
     pairs += [("NOTE", note) for note in record.notes()]
-    results.print(rows_of(pairs, loud=("NOTE",)))
+    results.print(rows_of(pairs, loud=("NOTE", "CHAIN")))
 
 
 def _ledger_file(path: Path) -> Path:
@@ -172,6 +181,15 @@ def _ledger_file(path: Path) -> Path:
             "give the folder of a private run",
         )
     return path / "ledger.jsonl"
+
+
+def _read(file: Path) -> LedgerRecord:
+    # First what the other files have seen, then the ledger: a run may be going on.
+    own = file.name == "ledger.jsonl"
+    seen = witnesses(file.parent, tolerant=True) if own else []
+    record = read_ledger(file)
+    check_ledger(record, seen)
+    return record
 
 
 def _account(record: LedgerRecord) -> dict[str, Any]:
@@ -194,6 +212,7 @@ def _account(record: LedgerRecord) -> dict[str, Any]:
         "private": not any("unsafe_reproducible_noise" in note for note in notes),
         "notes": notes,
         "torn": record.torn,
+        "chained": record.chained,
         "run_id": header.run_id,
         "facts": dict(header.facts),
     }

@@ -42,8 +42,8 @@ from curvedp.layers import (
     Synthesiser,
     as_call,
 )
-from curvedp.layers.dense import CHUNK_ELEMENTS, DenseIO, NormMethod, choose_method
-from curvedp.layers.io import DirectIO
+from curvedp.layers.dense import DenseIO, NormMethod, choose_method
+from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO
 from curvedp.layers.lookup import LookupIO
 
 __all__ = ["measure"]
@@ -113,7 +113,7 @@ def _together(costs: Sequence[Cost]) -> Cost:
 
 
 def _layer_ios(model: nn.Module, coverage: Coverage, batch: Batch) -> list[LayerIO]:
-    recording = Recording(model, coverage.covered, _EXAMPLES)
+    recording = Recording(model, coverage.covered, _EXAMPLES, keep_inputs=True)
     output = recording.forward(*as_call(batch.inputs))
     floats = [t for t in tree_flatten(output)[0] if _is_float(t)]
     torch.autograd.backward(torch.stack([t.float().sum() for t in floats]).sum())
@@ -188,6 +188,9 @@ def _dense_work(io: DenseIO) -> _Work:
     if t == 1:
         n = groups * (p + r)
         return _Work("product", base, 2 * n, kept, kept, n, chunked=True)
+    if io.settles:  # in the place of the weight gradient, which is in the base
+        size, rows = groups * p * r, groups * t * (p + r)
+        return _Work("written", base, 4.0 * size, kept, size, rows, chunked=True)
     method = io.method or choose_method(t, p, r)
     gram = method is NormMethod.GRAM
     extra = 2.0 * t * t * (p + r + 1) if gram else 2.0 * (t + 1) * p * r

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +13,7 @@ from torch.utils._pytree import tree_map_with_path
 from curvedp import models
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch, Synthesiser, synthesiser_like
+from curvedp.models.factory import call_factory, is_factory
 
 __all__ = ["Subject", "load_subject"]
 
@@ -103,40 +100,16 @@ def _check(dtype: str, shape: tuple[int, ...] | None, vocabulary: int | None) ->
 
 
 def _make(name: str, options: dict[str, Any], shape: tuple[int, ...] | None) -> Any:
-    if ":" not in name:
-        if shape is None:
-            raise ConfigurationError(
-                f"the built-in model {name!r} is built for a shape",
-                "say --input-shape 3,32,32, or name a factory as module:factory",
-            )
-        outputs = options.pop("num_outputs", _OUTPUTS)
-        return models.build(name, shape, outputs, **options)
-    module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # a console script does not have it, `python -m` does
-        sys.path.insert(0, here)
-    advice = "write module:factory, and run in the folder that holds the module"
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, ValueError) as error:
+    if is_factory(name):
+        offered = {} if shape is None else {"input_shape": shape}
+        return call_factory(name, offered, options)
+    if shape is None:
         raise ConfigurationError(
-            f"the model {name} cannot be imported: {error}", advice
-        ) from error
-    except AttributeError as error:
-        raise ConfigurationError(
-            f"the module {module_name!r} has no {attribute!r}", advice
-        ) from error
-    if not callable(factory):
-        raise ConfigurationError(f"{name} cannot be called", advice)
-    try:
-        if shape is not None and "input_shape" in inspect.signature(factory).parameters:
-            options = {"input_shape": shape, **options}
-        return factory(**options)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"the model factory {name} cannot be called: {error}",
-            "give what it needs with --option KEY=VALUE",
-        ) from error
+            f"the built-in model {name!r} is built for a shape",
+            "say --input-shape 3,32,32, or name a factory as module:factory",
+        )
+    outputs = options.pop("num_outputs", _OUTPUTS)
+    return models.build(name, shape, outputs, **options)
 
 
 def _with_vocabulary(synthesise: Synthesiser, vocabulary: int) -> Synthesiser:

@@ -5,10 +5,7 @@ Nothing is written and no private step is made before :class:`BuiltRun` is whole
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from curvedp import models
 from curvedp.data import ArrayDataset, DataSource, Task
 from curvedp.errors import ConfigurationError, DataError
 from curvedp.experiments.config import RunConfig
+from curvedp.models.factory import call_factory, is_factory
 from curvedp.noise import RandomStreams, Stream
 from curvedp.train import Progress, Trainer
 
@@ -196,22 +194,12 @@ def _metrics(config: RunConfig, task: Task) -> tuple[str, ...]:
 
 def _make_model(config: RunConfig, shape: ModelShape) -> nn.Module:
     name = config.model or _default_model(shape.input_shape)
-    if ":" not in name:
+    if not is_factory(name):
         return models.build(
             name, shape.input_shape, shape.num_outputs, **config.model_options
         )
-    factory = _import_factory(name)
     offered = {"input_shape": shape.input_shape, "num_outputs": shape.num_outputs}
-    accepted = inspect.signature(factory).parameters
-    given = {k: v for k, v in offered.items() if k in accepted}
-    try:
-        model = factory(**given, **config.model_options)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"the model factory {name} cannot be called: {error}",
-            "it takes input_shape and num_outputs if it names them, and the options "
-            "of the model as keywords",
-        ) from error
+    model = call_factory(name, offered, config.model_options)
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"{name} gave a {type(model).__name__}, not a torch module"
@@ -223,28 +211,6 @@ def _default_model(input_shape: tuple[int, ...]) -> str:
     """A convolution pays from about 16 pixels a side; below, an MLP learns faster."""
     is_large_image = len(input_shape) == 3 and min(input_shape[1:]) >= 16
     return "cnn" if is_large_image else "mlp"
-
-
-def _import_factory(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # a console script does not have it, `python -m` does
-        sys.path.insert(0, here)
-    advice = "write module:factory, and run in the folder that holds the module"
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, ValueError) as error:
-        raise ConfigurationError(
-            f"the model {name} cannot be imported: {error}", advice
-        ) from error
-    except AttributeError as error:
-        raise ConfigurationError(
-            f"the module {module_name!r} has no {attribute!r}", advice
-        ) from error
-    if not callable(factory):
-        raise ConfigurationError(f"{name} cannot be called", advice)
-    made: Callable[..., Any] = factory
-    return made
 
 
 def _check_outputs(model: nn.Module, shape: ModelShape) -> None:

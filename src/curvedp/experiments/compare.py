@@ -28,6 +28,7 @@ from curvedp.experiments.runs import (
     resume_run,
     train_run,
 )
+from curvedp.locks import sole_writer
 from curvedp.recipes import Recipe, get_recipe
 from curvedp.storage import read_json, write_json
 from curvedp.train import Progress
@@ -156,8 +157,10 @@ def compare(
     refuse_existing(folder)
     for recipe in config.recipes:
         _refuse_without_held_out(build_run(config.run_config(recipe)))
-    write_json(folder / "run.json", {"kind": KIND, "config": config.to_json()})
-    return _compare(config, folder, on_progress, stop or StopRequest())
+    with sole_writer(folder):
+        refuse_existing(folder)  # again: somebody may have been faster
+        write_json(folder / "run.json", {"kind": KIND, "config": config.to_json()})
+        return _compare(config, folder, on_progress, stop or StopRequest())
 
 
 def is_comparison(folder: Path) -> bool:
@@ -185,7 +188,8 @@ def resume_comparison(
         ) from error
     if device is not None:
         config = replace(config, base=replace(config.base, device=device))
-    return _compare(config, folder, on_progress, stop or StopRequest())
+    with sole_writer(folder):
+        return _compare(config, folder, on_progress, stop or StopRequest())
 
 
 def _compare(

@@ -2,29 +2,38 @@
 
 ``run.json`` is written before anything else, so that a run that was stopped at any
 moment can be resumed; what nobody has paid for yet is removed again if it fails.
+Whoever writes into the folder holds its lock (:func:`curvedp.locks.sole_writer`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from curvedp._version import __version__
-from curvedp.accounting import read_ledger
+from curvedp.accounting import Ledger
 from curvedp.errors import ConfigurationError, CurvedpError, LedgerError
 from curvedp.experiments.building import ModelShape
 from curvedp.experiments.config import RunConfig
 from curvedp.experiments.jsonable import jsonable
-from curvedp.storage import as_storage_error, read_json, write_json
+from curvedp.locks import LOCK_NAME
+from curvedp.storage import (
+    as_storage_error,
+    clear_leftovers,
+    read_json,
+    remove_folder,
+    write_json,
+)
 from curvedp.train.checkpoint import checkpoint_folders
 
 __all__ = ["RunFolder", "default_run_dir"]
 
 KIND, VERSION = "curvedp-run", 1
-_CONTENTS = ("run.json", "result.json", "ledger.jsonl", "journal", "checkpoints")
+# In the order in which they are removed: at every moment between, what is left can be
+# resumed.
+_CONTENTS = ("result.json", "checkpoints", "journal", "ledger.jsonl", "run.json")
 
 
 def default_run_dir(data: str, what: str, root: Path = Path("runs")) -> Path:
@@ -42,7 +51,6 @@ class RunFolder:
         self.path = path
         self.config = config
         self.shape = shape
-        self._made: list[Path] = []
 
     @property
     def ledger(self) -> Path:
@@ -61,22 +69,16 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunFolder:
-        """Claim a new folder and write run.json into it.
+        """Claim a new folder and write run.json into it; the caller holds its lock.
 
         Raises:
             ConfigurationError: something is there already.
             StorageError: it cannot be written.
         """
-        config = config.settled()
         refuse_existing(path)
-        made = [p for p in (path, *path.parents) if not p.exists()]
-        folder = cls(path, config)
-        try:
-            folder._write()
-        except CurvedpError:
-            _remove_empty(made)
-            raise
-        folder._made = made
+        clear_leftovers(path, "run.json.*")
+        folder = cls(path, config.settled())
+        folder._write()
         return folder
 
     @classmethod
@@ -90,7 +92,8 @@ class RunFolder:
         if not file.is_file():
             raise ConfigurationError(
                 f"{path} is not the folder of a run: it has no run.json",
-                "give the folder that curvedp train named",
+                "give the folder that curvedp train named; if it was killed before it "
+                "wrote one, start it again",
             )
         try:
             stored = read_json(file)
@@ -155,29 +158,45 @@ class RunFolder:
                 "restore the ledger from a copy, or start a new run",
             )
 
+    def clear_leftovers(self) -> None:
+        """Tidy up after a process that was killed; the caller holds the lock."""
+        for name in _CONTENTS:
+            if name != "ledger.jsonl":  # its own lock is for that
+                clear_leftovers(self.path, f"{name}.*")
+
     def discard_if_unspent(self) -> None:
-        """Remove what a failed start has left, unless something was paid for."""
-        if not self._made:
-            return
-        try:
-            if self.ledger.exists() and read_ledger(self.ledger).count():
+        """Remove what a failed start has left, unless something was paid for.
+
+        The caller holds the folder's lock. The ledger has one of its own, and what
+        another process holds by it is not ours to remove.
+        """
+        with contextlib.suppress(CurvedpError):  # in use or unreadable: keep it
+            if not self.ledger.exists():
+                self._discard()
                 return
-        except CurvedpError:
-            return  # unreadable: keep it
+            with Ledger.open(self.ledger) as ledger:
+                if not ledger.count():
+                    self._discard()
+
+    def _discard(self) -> None:
         for name in _CONTENTS:
             entry = self.path / name
             if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
+                remove_folder(entry)
             else:
-                with contextlib.suppress(OSError):
+                with as_storage_error(entry, "remove"):
                     entry.unlink(missing_ok=True)
-        _remove_empty(self._made)
 
 
 def refuse_existing(path: Path) -> None:
-    """Never write into something that is there already, an empty folder excepted."""
+    """Never write into something that is there already.
+
+    An empty folder is welcome, and one in which a run was killed before it had begun.
+    """
     with as_storage_error(path, "look into"):
-        taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
+        taken = path.exists() and not (
+            path.is_dir() and all(_is_leftover(p) for p in path.iterdir())
+        )
     if taken:
         raise ConfigurationError(
             f"{path} exists already, and a run is never overwritten",
@@ -185,7 +204,5 @@ def refuse_existing(path: Path) -> None:
         )
 
 
-def _remove_empty(folders: list[Path]) -> None:
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+def _is_leftover(path: Path) -> bool:
+    return path.name == LOCK_NAME or path.match(".run.json.*.tmp")

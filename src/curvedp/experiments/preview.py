@@ -18,7 +18,7 @@ from curvedp.accounting import LedgerHeader, MemoryLedger
 from curvedp.data import ArrayDataset, Task
 from curvedp.experiments.building import BuiltRun
 from curvedp.experiments.runs import NOT_PRIVATE
-from curvedp.layers import Batch, cover, synthesiser_like
+from curvedp.layers import Batch, Coverage, cover, synthesiser_like
 from curvedp.plan import Plan, SamplingPlan
 from curvedp.train import Progress, Statement, Trainer, per_example_loss
 from curvedp.train.settings import default_physical_batch_size
@@ -95,17 +95,19 @@ def preview_run(built: BuiltRun) -> Preview:
     settings = config.privacy_settings()
     sampling = settings.sampling(len(built.train))
     plan = statement = coverage = None
+    held = 0
     unsafe = config.unsafe_reproducible_noise is not None
     if recipe.private:
         plan = settings.plan(recipe, len(built.train))
-        coverage = _coverage(built)
+        found = _coverage(built)
+        coverage, held = found.explain(), found.activation_bytes
         header = LedgerHeader("dry-run", plan.relation, plan.delta)
         statement = make_statement(
             plan, MemoryLedger(header), unsafe=unsafe, trusted_loss=False
         )
     parameters = [p for p in built.model.parameters() if p.requires_grad]
     physical = config.physical_batch_size or default_physical_batch_size(
-        sampling.expected_batch_size
+        sampling.expected_batch_size, held, parameters[0].device.type
     )
     return Preview(
         recipe=recipe.name,
@@ -122,13 +124,12 @@ def preview_run(built: BuiltRun) -> Preview:
     )
 
 
-def _coverage(built: BuiltRun) -> str:
+def _coverage(built: BuiltRun) -> Coverage:
     device = next(built.model.parameters()).device
     example = _synthetic(built, 1)
     template = Batch(example.inputs.to(device), example.targets.to(device))
     loss = per_example_loss(built.loss)
-    found = cover(built.model, synthesiser_like(template, built.model), loss)
-    return found.explain()
+    return cover(built.model, synthesiser_like(template, built.model), loss)
 
 
 def _synthetic(built: BuiltRun, rows: int) -> ArrayDataset:

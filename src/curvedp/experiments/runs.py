@@ -20,7 +20,8 @@ from curvedp.experiments.building import (
     choose_device,
 )
 from curvedp.experiments.config import RunConfig
-from curvedp.experiments.folder import RunFolder
+from curvedp.experiments.folder import RunFolder, refuse_existing
+from curvedp.locks import sole_writer
 from curvedp.train import (
     Progress,
     Statement,
@@ -148,12 +149,14 @@ def train_run(
     Raises:
         CurvedpError: a setting, the data or the model is refused, or the disk is full.
     """
-    folder = RunFolder.create(run_dir, config)
-    try:
-        return _execute(folder, False, on_progress, stop or StopRequest())
-    except CurvedpError:
-        folder.discard_if_unspent()
-        raise
+    refuse_existing(run_dir)  # before a lock is put into what is not ours
+    with sole_writer(run_dir):
+        folder = RunFolder.create(run_dir, config)
+        try:
+            return _execute(folder, False, on_progress, stop or StopRequest())
+        except CurvedpError:
+            folder.discard_if_unspent()
+            raise
 
 
 def resume_run(
@@ -163,15 +166,22 @@ def resume_run(
     on_progress: Callable[[Progress], None] | None = None,
     stop: StopRequest | None = None,
 ) -> RunResult:
-    """Go on with a run that was stopped; a finished one gives its result again."""
+    """Go on with a run that was stopped; a finished one gives its result again.
+
+    Raises:
+        ConfigurationError: it is not a run, or another process is writing to it.
+        CurvedpError: a file is damaged or missing, or the disk is full.
+    """
     folder = RunFolder.open(run_dir)
     if device is not None:
         folder.config = replace(folder.config, device=device)
     stored = folder.read_result()
     if stored is not None:
         return _stored_result(folder, stored)
-    folder.refuse_lost_ledger()
-    return _execute(folder, True, on_progress, stop or StopRequest())
+    with sole_writer(run_dir):
+        folder.clear_leftovers()
+        folder.refuse_lost_ledger()
+        return _execute(folder, True, on_progress, stop or StopRequest())
 
 
 def _execute(

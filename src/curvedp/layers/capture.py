@@ -14,22 +14,24 @@ forward pass only and are always removed; nothing is hung on modules or tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from curvedp.errors import CouplingError, LoopError
-from curvedp.layers.copies import Copies, Meetings, one_of
+from curvedp.errors import CouplingError
+from curvedp.layers.calls import CallTape, OpenCall, version
+from curvedp.layers.copies import Copies, Meetings
 from curvedp.layers.covered import Covered, tied_groups
-from curvedp.layers.direct import Expanded, ExpandedServer, RuleServer
+from curvedp.layers.direct import Expanded, ExpandedServer, RuleServer, VmapServer
 from curvedp.layers.functional import call_with
-from curvedp.layers.io import LayerIO, UnreachedIO
+from curvedp.layers.io import DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.joined import joined
 from curvedp.layers.precision import exact
 from curvedp.layers.refuse import refuse_checkpointing
-from curvedp.layers.rewrite import NO_TAPE, RewrittenServer, Use, forwards
+from curvedp.layers.rewrite import RewrittenServer, forwards
 from curvedp.layers.rules import Call
 
 __all__ = ["Recording"]
@@ -42,16 +44,27 @@ class Recording:
         model: the user's model; it is not changed.
         covered: its sites, from :func:`curvedp.layers.coverage.cover`.
         batch_size: B, the physical batch size, which every layer must see first.
+        keep_inputs: keep every layer's inputs and output gradients. Otherwise those of
+            a layer whose per-example gradients are smaller go as soon as the backward
+            pass brings them, and the gradients stay.
     """
 
     def __init__(
-        self, model: nn.Module, covered: Sequence[Covered], batch_size: int
+        self,
+        model: nn.Module,
+        covered: Sequence[Covered],
+        batch_size: int,
+        *,
+        keep_inputs: bool = False,
     ) -> None:
         self._model = model
+        self._keep_inputs = keep_inputs
         self._covered = covered
+        self._groups = tied_groups(covered)
+        self._tied = {i.site.name for g in self._groups for i in g if len(g) > 1}
         self._batch_size = batch_size
-        self._calls: dict[str, list[_OpenCall]] = {}
-        self._tapes: dict[str, _Tape] = {}
+        self._calls: dict[str, list[OpenCall]] = {}
+        self._tapes: dict[str, CallTape] = {}
         self._leaves: dict[str, Tensor] = {}
         self._values: dict[str, Tensor] = {}
         self._device = torch.device("cpu")
@@ -84,7 +97,7 @@ class Recording:
                 module = self._model.get_submodule(site.name)
                 if isinstance(item.server, RewrittenServer):
                     calls = self._calls.setdefault(site.name, [])
-                    tape = self._tapes[site.name] = _Tape(calls, site.label)
+                    tape = self._tapes[site.name] = CallTape(calls, site.label)
                     rewritten[module] = item.server.bound(module, site, tape)
                 else:
                     hook = self._hook(item)
@@ -106,6 +119,9 @@ class Recording:
         shared = server.shared if isinstance(server, RuleServer) else None
         shared_dims = server.shared_dims if isinstance(server, RuleServer) else 0
         meetings = server.meetings if isinstance(server, RuleServer) else None
+        alone = isinstance(server, RuleServer) and item.site.name not in self._tied
+        settles = alone and not self._keep_inputs
+        settle = partial(self._settle, item) if settles else None
 
         def record(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -119,7 +135,7 @@ class Recording:
                     lambda x: _repeated(x, shared, self._batch_size),
                     (args, kwargs, output),
                 )
-            call = _OpenCall(args, kwargs)
+            call = OpenCall(args, kwargs, settle=settle)
             calls.append(call)
             leaves, spec = tree_flatten(output)
             leaves = [call.watch(leaf) for leaf in leaves]
@@ -128,6 +144,15 @@ class Recording:
             return tree_unflatten(leaves, spec)
 
         return record
+
+    def _settle(self, item: Covered, call: OpenCall) -> None:
+        """Write gradients down as they arrive, where that frees memory."""
+        if not call.is_sound(self._batch_size):
+            return  # refused later, outside of the backward pass
+        with exact(self._device):
+            io = self._of_calls(item, [call.close(item.site.label)]).settled()
+        if isinstance(io, DirectIO):
+            call.settle(io)
 
     def _check_buffers(self, before: Mapping[str, tuple[int, int]]) -> None:
         after = _buffer_versions(self._model)
@@ -169,37 +194,52 @@ class Recording:
             for name, calls in self._calls.items()
         }
 
+    def inputs(self) -> list[Tensor]:
+        """All tensors that it keeps for the backward pass."""
+        return [x for calls in self._calls.values() for c in calls for x in c.tensors()]
+
     def layer_ios(self) -> list[LayerIO]:
         """What the backward pass brought: a LayerIO for every layer, in order.
 
         A layer is a site, or all sites that a tied parameter connects.
         """
         with exact(self._device):
-            return [self._joined(group) for group in tied_groups(self._covered)]
+            return [self._joined(group) for group in self._groups]
 
     def _joined(self, group: list[Covered]) -> LayerIO:
         ios = [self._layer_io(item) for item in group]
-        return ios[0] if len(ios) == 1 else joined(group[0].site.name, ios)
+        if len(ios) > 1:  # cross terms are cheaper from inputs than from gradients
+            return joined(group[0].site.name, ios)
+        return ios[0] if self._keep_inputs else ios[0].settled()
 
     def _layer_io(self, item: Covered) -> LayerIO:
         site, server = item.site, item.server
         if isinstance(server, ExpandedServer):
             return server.layer_io(site, self._leaves)
-        module = self._model.get_submodule(site.name)
         if isinstance(server, RewrittenServer):
+            module = self._model.get_submodule(site.name)
             uses = self._tapes[site.name].close()
             for use in uses:
                 self._check_batch(site.label, use.call.x)
             if uses:
                 return server.layer_io(site, module, uses)
             return UnreachedIO(site.name, self._batch_size, self._device)
-        calls = [c.close(site.label) for c in self._calls[site.name] if c.reached]
-        if not calls:
-            return UnreachedIO(site.name, self._batch_size, self._device)
+        reached = [c for c in self._calls[site.name] if c.reached]
+        parts = [c.io for c in reached if c.io is not None]
+        calls = [c.close(site.label) for c in reached if c.io is None]
         if isinstance(server, RuleServer):
             for call in calls:
                 self._check_batch(site.label, call.x)
-        return server.layer_io(site, module, calls, self._values)
+        if calls:
+            parts.append(self._of_calls(item, calls))
+        if not parts:
+            return UnreachedIO(site.name, self._batch_size, self._device)
+        return parts[0] if len(parts) == 1 else joined(site.name, parts)
+
+    def _of_calls(self, item: Covered, calls: Sequence[Call]) -> LayerIO:
+        assert isinstance(item.server, RuleServer | VmapServer)
+        module = self._model.get_submodule(item.site.name)
+        return item.server.layer_io(item.site, module, calls, self._values)
 
     def _check_batch(self, label: str, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[0] != self._batch_size:
@@ -209,102 +249,6 @@ class Recording:
                 "examples must stand at dimension 0 in every layer with parameters "
                 "(batch_first=True; move other dimensions inside the module)",
             )
-
-
-class _Tape:
-    """Listens to a rewritten forward; ``calls`` is where its open calls go."""
-
-    def __init__(self, calls: list[_OpenCall], label: str) -> None:
-        self._calls, self._label = calls, label
-        self._uses: list[tuple[str, str | None, _OpenCall]] = []
-
-    def watch(self, output: Tensor) -> tuple[Tensor, Any]:
-        refuse_checkpointing(self._label)
-        if not torch.is_grad_enabled():
-            return NO_TAPE.watch(output)
-        call = _OpenCall((), {})
-        return call.watch(output), call
-
-    def use(self, weight: str, bias: str | None, x: Tensor, seen: Any) -> None:
-        if seen is not None:
-            call = _OpenCall((x,), {}, seen)
-            self._calls.append(call)
-            self._uses.append((weight, bias, call))
-
-    def close(self) -> list[Use]:
-        return [Use(w, b, c.close(self._label)) for w, b, c in self._uses if c.reached]
-
-
-class _OpenCall:
-    """A call whose output gradients are still to come, or come to another one."""
-
-    def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        same: _OpenCall | None = None,
-    ) -> None:
-        self.args = tree_map(_detached, args)
-        self.kwargs = tree_map(_detached, kwargs)
-        self._versions = [_version(x) for x in self._tensors()]
-        self._d: list[Tensor | None] = [] if same is None else same._d
-
-    def _tensors(self) -> list[Tensor]:
-        leaves, _ = tree_flatten((self.args, self.kwargs))
-        return [x for x in leaves if isinstance(x, Tensor)]
-
-    def watch(self, leaf: Any) -> Any:
-        """Make an output tensor report its gradient."""
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        if not leaf.requires_grad:
-            # Everything upstream is detached; the graph has to start here.
-            anchor = torch.zeros((), device=leaf.device, requires_grad=True)
-            fresh = leaf.clone() if leaf._is_view() else leaf
-            leaf = _Root.apply(fresh, anchor)  # type: ignore[no-untyped-call]
-        slot = len(self._d)
-        self._d.append(None)
-
-        def store(grad: Tensor) -> None:
-            if self._d[slot] is not None:
-                raise LoopError(
-                    "backward ran twice through one forward pass",
-                    "call backward once for each batch of the loader",
-                )
-            self._d[slot] = grad.detach()
-
-        leaf.register_hook(store)
-        return leaf
-
-    @property
-    def reached(self) -> bool:
-        return any(d is not None for d in self._d)
-
-    def close(self, label: str) -> Call:
-        if [_version(x) for x in self._tensors()] != self._versions:
-            raise LoopError(
-                f"an input of layer {label!r} was modified in place after the layer "
-                "used it, so its gradient can no longer be computed",
-                "use the out-of-place form of the operation that follows",
-            )
-        return Call(self.args, self.kwargs, tuple(self._d))
-
-
-class _Root(torch.autograd.Function):
-    """Lets a graph begin at a tensor whose producers are all detached."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-def _detached(x: Any) -> Any:
-    return one_of(x).detach() if isinstance(x, Tensor) else x
 
 
 def _repeated(x: Any, layout: Expanded | None, batch_size: int) -> Any:
@@ -339,10 +283,6 @@ def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return next((x.dim() for x in leaves if isinstance(x, Tensor)), 0)
 
 
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
 def _buffer_versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Identity and version of every buffer; both move when it is written to."""
-    return {n: (id(b), _version(b)) for n, b in model.named_buffers()}
+    return {n: (id(b), version(b)) for n, b in model.named_buffers()}

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvedp.layers.dense import CHUNK_ELEMENTS, Geometry
+from curvedp.layers.dense import Geometry
+from curvedp.layers.io import CHUNK_ELEMENTS
 
 __all__ = ["ConvGeometry", "transposed_input"]
 
@@ -117,7 +118,7 @@ class ConvGeometry(Geometry):
         total = x.new_zeros(self.groups, self.weight[0] // self.groups, self._patch)
         t = math.prod(d.shape[2:])
         each = max(1, self.groups * t * (self._patch + total.shape[1]))
-        size = max(1, CHUNK_ELEMENTS.get(x.device.type, 2**22) // each)
+        size = max(1, CHUNK_ELEMENTS.get(x.device.type, 2**20) // each)
         for start in range(0, x.shape[0], size):
             part = slice(start, start + size)
             a, rows = self.input_rows(x[part]), self.output_rows(d[part])

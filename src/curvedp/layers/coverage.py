@@ -20,6 +20,7 @@ from torch import nn
 from curvedp.errors import CouplingError, CoverageError, CurvedpError
 from curvedp.layers.covered import Covered, tied_groups
 from curvedp.layers.follow import followed
+from curvedp.layers.footprint import activation_bytes
 from curvedp.layers.recurrent import find_rewrite
 from curvedp.layers.resolve import first_names, resolve, subtree_site
 from curvedp.layers.rewrite import Rewrite
@@ -30,15 +31,27 @@ from curvedp.layers.verify import PerExampleLoss, perturbed_parameters, verify
 __all__ = ["Coverage", "PerExampleLoss", "cover"]
 
 
+#: Wrappers that exchange gradients by hooks of their own. By name: most of them cannot
+#: be imported where torch was built without them.
+_OVER_DEVICES = {
+    "DataParallel",
+    "DistributedDataParallel",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+}
+
+
 @dataclass(frozen=True)
 class Coverage:
     """The verified sites of a model. Public: it holds names, no data.
 
     Attributes:
         covered: sites in the order of the model's modules.
+        activation_bytes: what an example takes from the forward to the backward pass.
     """
 
     covered: tuple[Covered, ...]
+    activation_bytes: int = 0
 
     @property
     def parameters(self) -> list[str]:
@@ -101,7 +114,8 @@ def cover(
             except CurvedpError:
                 raise refusal from None
             covered = other
-    return Coverage(tuple(covered))
+        held = activation_bytes(model, covered, synthesise, parameters, seed)
+    return Coverage(tuple(covered), held)
 
 
 @contextmanager
@@ -142,6 +156,14 @@ def refuse_structure(model: nn.Module) -> None:
 
 def _refuse_module(name: str, module: nn.Module) -> None:
     kind = type(module).__name__
+    wrappers = {c.__name__ for c in type(module).__mro__} & _OVER_DEVICES
+    if wrappers:
+        raise CoverageError(
+            f"layer {name!r} is wrapped in {wrappers.pop()}, which spreads batches or "
+            "weights over several devices, past what is clipped and noised here",
+            "give the bare model (model.module) on one device; physical_batch_size "
+            "bounds the memory that it takes",
+        )
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         trainable = any(p.requires_grad for p in module.parameters())
         if module.training or trainable:

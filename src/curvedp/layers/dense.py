@@ -39,13 +39,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from curvedp.layers.io import LayerIO, replace_examples
+from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, replace_examples
 from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
 
 __all__ = ["DenseIO", "Geometry", "NormMethod", "choose_method"]
-
-#: Elements of scratch memory that a chunk may take (float32: 16 MiB, CUDA 1 GiB).
-CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
 
 
 class NormMethod(Enum):
@@ -153,12 +150,14 @@ class DenseIO(LayerIO):
             squares = (exact.sqrt() + hidden).square()
         return squares + in_sum**2 * spread
 
-    def _chunks(self) -> Iterator[tuple[slice, NormMethod]]:
+    def _chunks(
+        self, method: NormMethod | None = None
+    ) -> Iterator[tuple[slice, NormMethod]]:
         """Slices of the batch whose scratch memory stays bounded, with the method."""
         a, d = self._rows(slice(0, 1), compute_dtype(self.calls[0][1]))
         _, groups, t, p = a.shape
         r = d.shape[-1]
-        method = self.method or choose_method(t, p, r)
+        method = method or self.method or choose_method(t, p, r)
         square = t * t * 2 if method is NormMethod.GRAM else p * r
         each = groups * (t * (p + r) + (square if t > 1 else 0))
         limit = CHUNK_ELEMENTS.get(d.device.type, CHUNK_ELEMENTS["cpu"])
@@ -209,14 +208,30 @@ class DenseIO(LayerIO):
         return ((_sq(a) + ones) * _sq(d)).sum(1)
 
     def per_example(self) -> dict[str, Tensor]:
-        a, d = self.rows()
-        g = d.mT @ a  # [B, G, r, p (+1)]
-        weight = g if self.bias is None else g[..., :-1]
+        dtype = compute_dtype(self.calls[0][1])
+        a, d = self._rows(slice(0, 1), dtype)
+        groups, p, r = a.shape[1], a.shape[3], d.shape[3]
+        g = a.new_empty(self.batch_size, groups, r, p)
+        bias = a.new_empty(self.batch_size, groups, r)
+        for part, _ in self._chunks(NormMethod.INSTANTIATE):
+            a, d = self._rows(part, dtype)
+            torch.matmul(d.mT, a, out=g[part])
+            if self.bias is not None:
+                torch.sum(d, 2, out=bias[part])
         shape = (self.batch_size, *self.geometry.weight_shape())
-        grads = {self.weight: weight.reshape(shape)}
+        grads = {self.weight: g.reshape(shape)}
         if self.bias is not None:
-            grads[self.bias] = g[..., -1].flatten(1)
+            grads[self.bias] = bias.flatten(1)
         return grads
+
+    @property
+    def settles(self) -> bool:
+        """Whether gradients take no more memory than inputs and output gradients."""
+        kept = sum(x[0].numel() + d[0].numel() for x, d in self.calls)
+        return self.geometry.weight_shape().numel() <= kept
+
+    def settled(self) -> LayerIO:
+        return DirectIO(self.name, self.per_example()) if self.settles else self
 
 
 def _sq(x: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """``LayerIO``: what a layer saw of a batch, in the form its gradients follow from.
 
 Private values. They are made by :mod:`curvedp.layers.capture` from one forward and one
-backward pass, they live for one physical batch, and they know four things about the
-per-example gradients ``g_i`` of their layer without keeping those:
+backward pass, they live for one physical batch, and they know these things about the
+per-example gradients ``g_i`` of their layer, mostly without keeping those:
 
 - ``sq_norms()``: an upper bound on ``||g_i||^2``, tight up to rounding, ``[B]``;
 - ``weighted_sum(c)``: ``sum_i c_i g_i``, a tensor per parameter;
 - ``keep(mask)``: the same with some examples *replaced* by zero (not multiplied by
   zero: ``0 * nan`` is ``nan``);
-- ``per_example()``: the ``g_i`` themselves, for tests and for small layers.
+- ``per_example()``: the ``g_i`` themselves;
+- ``settled()``: the same layer by its ``g_i``, where those take less memory.
 
 Three forms cover all weights: :class:`~curvedp.layers.dense.DenseIO` (linear layers and
 convolutions, ``g_i = sum_t d_t a_t^T``), :class:`~curvedp.layers.lookup.LookupIO`
@@ -26,9 +27,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
+from curvedp.layers.precision import ROUNDING, compute_dtype, square_dtype
 
-__all__ = ["DirectIO", "LayerIO", "UnreachedIO", "replace_examples"]
+__all__ = ["CHUNK_ELEMENTS", "DirectIO", "LayerIO", "UnreachedIO", "replace_examples"]
+
+#: Elements of scratch memory that a chunk may take: on a CPU what its caches hold.
+CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**28}
 
 
 class LayerIO(ABC):
@@ -74,6 +78,14 @@ class LayerIO(ABC):
     @abstractmethod
     def per_example(self) -> dict[str, Tensor]:
         """The gradients ``[B, *parameter.shape]``, by parameter name."""
+
+    def settled(self) -> LayerIO:
+        """The same with the gradients written down, if they are smaller than the rest.
+
+        Then ``sq_norms`` measures the very numbers that ``weighted_sum`` adds, and
+        rounding has nothing left to hide.
+        """
+        return self
 
     def __repr__(self) -> str:
         # Never the tensors: they are private, and tracebacks end up in logs.
@@ -148,8 +160,7 @@ class DirectIO(LayerIO):
     def sq_norms(self) -> Tensor:
         total: Tensor | float = 0.0
         for g in self.grads.values():
-            rows = g.to(norm_dtype(g)).reshape(g.shape[0], -1)
-            total = total + torch.linalg.vector_norm(rows, dim=1).double().square()
+            total = total + _sq_lengths(g)
         assert isinstance(total, Tensor)
         return total
 
@@ -174,3 +185,15 @@ class DirectIO(LayerIO):
 
     def per_example(self) -> dict[str, Tensor]:
         return {n: g.to(compute_dtype(g)) for n, g in self.grads.items()}
+
+
+def _sq_lengths(g: Tensor) -> Tensor:
+    """Squared norm of every row, a piece at a time: float64 takes twice the memory."""
+    rows = g.reshape(g.shape[0], -1)
+    size = max(1, CHUNK_ELEMENTS.get(g.device.type, 2**20) // max(1, rows.shape[1]))
+    dtype = square_dtype(g)
+    lengths = [
+        torch.linalg.vector_norm(part.to(dtype), dim=1)
+        for part in torch.split(rows, size)
+    ]
+    return torch.cat(lengths).double().square()

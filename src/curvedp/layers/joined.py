@@ -24,15 +24,15 @@ n the length of the sums and u the round-off of float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from curvedp.layers.dense import CHUNK_ELEMENTS, DenseIO, NormMethod, choose_method
-from curvedp.layers.io import DirectIO, LayerIO, UnreachedIO
+from curvedp.layers.dense import DenseIO, NormMethod, choose_method
+from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.lookup import LookupIO
 from curvedp.layers.precision import ROUNDING
 
@@ -96,8 +96,17 @@ class JoinedIO(LayerIO):
     def per_example(self) -> dict[str, Tensor]:
         return _added([part.per_example() for part in self.parts])
 
+    def settled(self) -> LayerIO:
+        parts = [part.settled() for part in self.parts]
+        written = [part.grads for part in parts if isinstance(part, DirectIO)]
+        others = [part for part in parts if not isinstance(part, DirectIO)]
+        if not written:
+            return self
+        direct = DirectIO(self.name, _added(written))
+        return replace(self, parts=[direct, *others]) if others else direct
 
-def _added(values: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+
+def _added(values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     total: dict[str, Tensor] = {}
     for own in values:
         for name, value in own.items():

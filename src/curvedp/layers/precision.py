@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ROUNDING", "compute_dtype", "exact", "norm_dtype"]
+__all__ = ["ROUNDING", "compute_dtype", "exact", "norm_dtype", "square_dtype"]
 
 #: Unit round-off. A sum of n products, in whatever order it is computed, is off by at
 #: most n of these, relative to the sum of the products' absolute values (Higham 2002,
@@ -39,6 +39,14 @@ def norm_dtype(x: Tensor) -> torch.dtype:
     if x.is_cuda and torch.cuda.get_device_capability(x.device) in _FAST_FLOAT64:
         return torch.float64
     return compute_dtype(x)
+
+
+def square_dtype(x: Tensor) -> torch.dtype:
+    """The dtype to add up squares in: float64 wherever the device has it.
+
+    One operation an element, and memory is the bottleneck also where float64 is slow.
+    """
+    return compute_dtype(x) if x.device.type == "mps" else torch.float64
 
 
 #: Compute capabilities of the A100, the H100 and H200, and the B200.

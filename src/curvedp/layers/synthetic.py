@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_with_path
+from torch.utils._pytree import tree_map, tree_map_with_path
 
-__all__ = ["Batch", "Synthesiser", "as_call", "synthesiser_like"]
+__all__ = [
+    "Batch",
+    "Synthesiser",
+    "as_call",
+    "rolled",
+    "synthesiser_like",
+    "with_example_of",
+]
 
 
 @dataclass(frozen=True)
@@ -104,3 +111,28 @@ def _output_width(model: nn.Module, inputs: Any) -> int:
     if isinstance(output, Tensor) and output.dim() >= 2:
         return min(output.shape[1], output.shape[-1])
     return 2
+
+
+def with_example_of(batch: Batch, other: Batch, j: int) -> Batch:
+    """The batch with example ``j`` of another one in the place of its own."""
+
+    def swap(x: Any, y: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = x.clone()
+        x[j] = y[j]
+        return x
+
+    return Batch(
+        tree_map(swap, batch.inputs, other.inputs),
+        tree_map(swap, batch.targets, other.targets),
+    )
+
+
+def rolled(batch: Batch) -> Batch:
+    """Every example in the place of the next one."""
+
+    def roll(x: Any) -> Any:
+        return x.roll(1, 0) if isinstance(x, Tensor) else x
+
+    return Batch(tree_map(roll, batch.inputs), tree_map(roll, batch.targets))

@@ -29,10 +29,17 @@ from curvedp.layers.direct import ExpandedServer, RuleServer, float_tensors
 from curvedp.layers.functional import call_with
 from curvedp.layers.io import LayerIO
 from curvedp.layers.rewrite import NO_TAPE, RewrittenServer, forwards
-from curvedp.layers.synthetic import Batch, as_call
+from curvedp.layers.synthetic import Batch, Synthesiser, as_call
 from curvedp.layers.tolerance import close
 
-__all__ = ["PerExample", "PerExampleLoss", "Trial", "judges", "unfollowable"]
+__all__ = [
+    "PerExample",
+    "PerExampleLoss",
+    "Trial",
+    "judges",
+    "perturbed_parameters",
+    "unfollowable",
+]
 
 #: ``loss(output, targets) -> [B]``: the loss of every example on its own.
 PerExampleLoss = Callable[[Any, Any], Tensor]
@@ -90,6 +97,10 @@ class Trial:
         with forwards(rewritten):
             return call_with(self.model, parameters, args, kwargs)
 
+    def plain(self, batch: Batch) -> Any:
+        """The same with the weights of the trial."""
+        return self.outputs(batch, self.parameters)
+
     def losses(self, output: Any, batch: Batch) -> Tensor:
         """Per-example losses: the user's, or a random projection of the outputs."""
         if self.loss is not None:
@@ -144,6 +155,38 @@ class Trial:
     def gradients(self, batch: Batch) -> PerExample:
         """Per-example gradients by the rules."""
         return PerExample(self.record(batch)[0].layer_ios())
+
+    def other_gradients(
+        self, synthesise: Synthesiser, seed: int, number: int
+    ) -> dict[str, Tensor]:
+        """Autograd's, for weights and inputs far from those of the trial."""
+        drawn = perturbed_parameters(self.model, seed + number, spread=1.0)
+        leaves = {n: p.requires_grad_() for n, p in drawn.items()}
+        generator = torch.Generator().manual_seed(seed + number)
+        batch = self.cast(synthesise(self.size, generator))
+        losses = self.losses(self.outputs(batch, leaves), batch)
+        signs = torch.randn(losses.shape, generator=generator).to(losses)
+        found = torch.autograd.grad(
+            (losses * signs).sum(), list(leaves.values()), allow_unused=True
+        )
+        return {
+            n: torch.zeros_like(p) if g is None else g
+            for (n, p), g in zip(leaves.items(), found, strict=True)
+        }
+
+
+def perturbed_parameters(
+    model: nn.Module, seed: int, spread: float = 0.1
+) -> dict[str, Tensor]:
+    """Trainable parameters with public noise on them, ``spread`` times their size."""
+    generator = torch.Generator().manual_seed(seed)
+    perturbed = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+            std = spread * p.detach().float().square().mean().sqrt() + 0.01
+            perturbed[name] = p.detach() + noise * std.to(p.dtype)
+    return perturbed
 
 
 class PerExample(Mapping[str, Tensor]):
@@ -200,7 +243,7 @@ def _in_float64(trial: Trial) -> Trial | None:
 def _plain_losses(trial: Trial, batch: Batch) -> Tensor:
     batch = trial.cast(batch)
     with torch.no_grad():
-        return trial.losses(trial.outputs(batch, trial.parameters), batch)
+        return trial.losses(trial.plain(batch), batch)
 
 
 @contextmanager

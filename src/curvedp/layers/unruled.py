@@ -7,6 +7,7 @@ projection of its outputs for a loss, and compared with one-at-a-time autograd.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,11 @@ def _find_layout(
     for layout in Expanded.layouts(values[own]):
         leaf = layout.copies(values[own], observed.batch_size)
         try:
-            outputs = _run(module, {**values, own: leaf}, observed, seed)
+            with warnings.catch_warnings():
+                # torch's of a layout that does not fit (`.T` of three dimensions) are
+                # about our trial, not about the user's model
+                warnings.simplefilter("ignore")
+                outputs = _run(module, {**values, own: leaf}, observed, seed)
             projected = _project(outputs, observed.batch_size, seed)
             if projected.shape != reference.losses.shape:
                 continue

@@ -9,8 +9,8 @@ layers hide nothing):
    autograd. A comparison of sums would miss a wrong attribution: a tensor ``[T, B, p]``
    read as ``[B, T, p]`` has the right sum, and lets one example contribute more than C.
    A weight that is also used outside its module shows up here, by name.
-3. A parameter that nothing reaches (an unused layer, a dead adapter) is named: under
-   noise it would do nothing but drift.
+3. A parameter that nothing reaches (an unused layer), or whose gradient is exactly
+   zero for all inputs (a dead adapter) is named: under noise it would only drift.
 
 All of it runs on a copy of the model in float64 where that is possible, so that a part
 of a gradient of any size that matters is told from rounding, also in a bfloat16 model:
@@ -25,23 +25,23 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from curvedp.errors import CouplingError, CoverageError
 from curvedp.layers import tolerance
+from curvedp.layers.compare import first_coupled, same_rows, traced
 from curvedp.layers.covered import Covered
-from curvedp.layers.direct import float_tensors
-from curvedp.layers.synthetic import Batch, Synthesiser
+from curvedp.layers.dead import refuse_dead
+from curvedp.layers.synthetic import Batch, Synthesiser, rolled, with_example_of
 from curvedp.layers.tolerance import COUPLING, close
 from curvedp.layers.trial import (
     PerExample,
     PerExampleLoss,
     Trial,
     judges,
+    perturbed_parameters,
     unfollowable,
 )
 
@@ -50,18 +50,6 @@ __all__ = ["PerExampleLoss", "perturbed_parameters", "verify"]
 #: Examples in the check; with more parameters than LARGE, two (memory grows with both).
 EXAMPLES = 3
 LARGE = 20_000_000
-
-
-def perturbed_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Trainable parameters with public noise on them."""
-    generator = torch.Generator().manual_seed(seed)
-    perturbed = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
-            spread = 0.1 * p.detach().float().square().mean().sqrt() + 0.01
-            perturbed[name] = p.detach() + noise * spread.to(p.dtype)
-    return perturbed
 
 
 def verify(
@@ -82,10 +70,12 @@ def verify(
         own, another = check.cast(batch), check.cast(other)
         _check_forward(check, own, another)
         grads, scale = _check_attribution(check, own)
+        suspects = [name for name, g in grads.items() if not bool(g.any())]
+        refuse_dead(suspects, partial(check.other_gradients, synthesise, seed + 4))
         strictness = COUPLING if check.sharp else 1.0
         same = partial(close, scale=scale, strictness=strictness)
         for j in range(size):
-            mixed = check.gradients(_replace_example(own, another, j))
+            mixed = check.gradients(with_example_of(own, another, j))
             others = [i for i in range(size) if i != j]
             for name, g in grads.items():
                 if name not in mixed or not same(g[others], mixed[name][others]):
@@ -102,16 +92,16 @@ def verify(
 def _check_forward(check: Trial, batch: Batch, other: Batch) -> None:
     """No example's output or loss depends on another example."""
     with torch.no_grad():
-        output, trace = _traced(check, batch)
+        output, trace = traced(check.model, partial(check.plain, batch))
         losses = check.losses(output, batch)
         # by an example that the batch has already, too: a loss may count equal ones
-        twins = _rolled(batch)
+        twins = rolled(batch)
         for j, source in product(range(check.size), (other, twins)):
-            mixed = _replace_example(batch, source, j)
-            changed, changed_trace = _traced(check, mixed)
+            mixed = with_example_of(batch, source, j)
+            changed, changed_trace = traced(check.model, partial(check.plain, mixed))
             rows = [i for i in range(check.size) if i != j]
-            if not _same_rows(output, changed, rows, check.size):
-                name = _first_coupled(trace, changed_trace, rows, check.size)
+            if not same_rows(output, changed, rows, check.size):
+                name = first_coupled(trace, changed_trace, rows, check.size)
                 raise CouplingError(
                     "the output for one example changes when another example of the "
                     f"batch changes (first seen at {name})",
@@ -188,62 +178,3 @@ def _refuse_unreached(names: list[str]) -> None:
             "from the loss; under noise these weights would only drift",
             "freeze them (requires_grad_(False)), remove them, or use them",
         )
-
-
-def _replace_example(batch: Batch, other: Batch, j: int) -> Batch:
-    def swap(x: Any, y: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        x = x.clone()
-        x[j] = y[j]
-        return x
-
-    return Batch(
-        tree_map(swap, batch.inputs, other.inputs),
-        tree_map(swap, batch.targets, other.targets),
-    )
-
-
-def _rolled(batch: Batch) -> Batch:
-    """Every example in the place of the next one."""
-
-    def roll(x: Any) -> Any:
-        return x.roll(1, 0) if isinstance(x, Tensor) else x
-
-    return Batch(tree_map(roll, batch.inputs), tree_map(roll, batch.targets))
-
-
-def _traced(check: Trial, batch: Batch) -> tuple[Any, list[tuple[str, Any]]]:
-    """Output of the model and of each of its modules, in the order they finish."""
-    trace: list[tuple[str, Any]] = []
-    handles = []
-    try:
-        for name, module in check.model.named_modules():
-            handles.append(
-                module.register_forward_hook(
-                    lambda m, a, out, n=name: trace.append((n, out))
-                )
-            )
-        return check.outputs(batch, check.parameters), trace
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _same_rows(x: Any, y: Any, rows: list[int], size: int) -> bool:
-    pairs = zip(float_tensors(x), float_tensors(y), strict=True)
-    return all(
-        close(t[rows], u[rows]) for t, u in pairs if t.dim() > 0 and t.shape[0] == size
-    )
-
-
-def _first_coupled(
-    trace: list[tuple[str, Any]],
-    changed: list[tuple[str, Any]],
-    rows: list[int],
-    size: int,
-) -> str:
-    for (name, x), (_, y) in zip(trace, changed, strict=False):
-        if not _same_rows(x, y, rows, size):
-            return f"layer {name!r}" if name else "the model's own forward"
-    return "the model's own forward"

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvedp.errors import ConfigurationError, CoverageError, NotPrivateError
+from curvedp.errors import ConfigurationError, NotPrivateError
 from curvedp.layers import Synthesiser, cover, synthesiser_like
 from curvedp.recipes import Recipe, get_recipe
 from curvedp.sampling import People
 from curvedp.train.datasets import TrainingData
 from curvedp.train.engine import Engine
+from curvedp.train.guard import check_optimizer, refuse_processes
 from curvedp.train.journal import Journal
 from curvedp.train.ledgers import open_ledger
 from curvedp.train.losses import per_example_loss
@@ -93,6 +94,7 @@ def make_private(
             f"the recipe {chosen.name!r} has no guarantee",
             "train without make_private, or choose a private recipe",
         )
+    refuse_processes()
     own = {name: settings.pop(name, None) for name in ("clip_norm", "clipping")}
     chosen = chosen.configure(**own)
     plan_settings = PrivacySettings.of(settings)
@@ -107,7 +109,7 @@ def make_private(
         template = source.template(device, with_targets=checked_loss is not None)
         synthetic = synthesiser_like(template, model)
     coverage = cover(model, synthetic, checked_loss)
-    _check_optimizer(model, optimizer)
+    check_optimizer(model, optimizer)
     # The folder is touched last: nothing is left behind by what was refused above.
     folder = None if run_dir is None else Path(run_dir)
     ledger = open_ledger(
@@ -117,30 +119,36 @@ def make_private(
         optimiser=type(optimizer).__name__,
         unsafe=streams.is_unsafe,
     )
-    loader = source.loader(
-        plan.sampler(streams, ledger.next_attempt),
-        plan.sampling.expected_batch_size,
-        physical_batch_size,
-    )
-    engine = Engine(
-        model=model,
-        optimizer=optimizer,
-        plan=plan,
-        coverage=coverage,
-        whitener=chosen.whitener(),
-        chain=chosen.chain,
-        streams=streams,
-        ledger=ledger,
-        loader=loader,
-        journal=Journal(folder / "journal") if folder and journal else None,
-    )
-    return Private(
-        engine,
-        chosen,
-        loss=checked_loss,
-        loss_reduction=loss_reduction,
-        run_dir=folder,
-    )
+    try:
+        loader = source.loader(
+            plan.sampler(streams, ledger.next_attempt),
+            plan.sampling.expected_batch_size,
+            physical_batch_size,
+            coverage.activation_bytes,
+            device.type,
+        )
+        engine = Engine(
+            model=model,
+            optimizer=optimizer,
+            plan=plan,
+            coverage=coverage,
+            whitener=chosen.whitener(),
+            chain=chosen.chain,
+            streams=streams,
+            ledger=ledger,
+            loader=loader,
+            journal=Journal(folder / "journal", ledger) if folder and journal else None,
+        )
+        return Private(
+            engine,
+            chosen,
+            loss=checked_loss,
+            loss_reduction=loss_reduction,
+            run_dir=folder,
+        )
+    except BaseException:
+        ledger.close()  # or the folder stays locked as long as this process lives
+        raise
 
 
 def _people(ids: Sequence[Hashable] | None, slots: int | None) -> People | None:
@@ -151,28 +159,3 @@ def _people(ids: Sequence[Hashable] | None, slots: int | None) -> People | None:
             "a step may use",
         )
     return None if ids is None or slots is None else People(ids, slots)
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimiser moves exactly the model's trainable parameters."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trainable = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
-    missing = [name for key, name in trainable.items() if key not in held]
-    if missing:
-        raise CoverageError(
-            f"the optimiser does not hold {', '.join(map(repr, missing))}: clipping "
-            "would spend the budget on what never moves",
-            "freeze it (requires_grad_(False)) or give it to the optimiser",
-        )
-    foreign = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if id(p) not in trainable and p.requires_grad
-    ]
-    if foreign:
-        raise CoverageError(
-            f"the optimiser holds {len(foreign)} trainable parameters that are not in "
-            "the model",
-            "put them into the model, or give them an optimiser of their own",
-        )

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,13 @@ from curvedp.storage import (
 from curvedp.train.encoding import decode_state, encode_state
 from curvedp.train.tensors import read_tensors, write_tensors
 
-__all__ = ["Checkpoint", "checkpoint_folders", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "checkpoint_folders",
+    "load_checkpoint",
+    "read_head",
+    "save_checkpoint",
+]
 
 KIND = "curvedp-checkpoint"
 VERSION = 2
@@ -100,14 +108,8 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read and verify a checkpoint folder."""
-    try:
-        content = read_json(path / "checkpoint.json")
-        if content["kind"] != KIND:
-            raise _damaged(path, "it is not a curvedp checkpoint")
-        if content["version"] not in (_UNSEALED, VERSION):
-            raise _damaged(path, f"it has the unknown version {content['version']!r}")
-        if content["version"] != _UNSEALED and content["seal"] != _seal(content):
-            raise _damaged(path, "checkpoint.json does not match its checksum")
+    with _refusing(path):
+        content = _read_content(path)
         for name in _FILES:
             if _digest(path / name) != content["sha256"][name]:
                 raise _damaged(path, f"{name} does not match its checksum")
@@ -121,6 +123,32 @@ def load_checkpoint(path: Path) -> Checkpoint:
             state=decode_state(content["state"], tensors),
             ledger=_head_from_json(content.get("ledger")),
         )
+
+
+def read_head(path: Path) -> tuple[str, tuple[int, str] | None]:
+    """Which run a checkpoint belongs to, and the head its ledger had; no tensors."""
+    with _refusing(path):
+        content = _read_content(path)
+        return str(content["run_id"]), _head_from_json(content.get("ledger"))
+
+
+def _read_content(path: Path) -> dict[str, Any]:
+    content = read_json(path / "checkpoint.json")
+    if content["kind"] != KIND:
+        raise _damaged(path, "it is not a curvedp checkpoint")
+    if content["version"] not in (_UNSEALED, VERSION):
+        raise _damaged(path, f"it has the unknown version {content['version']!r}")
+    if content["version"] == _UNSEALED and "seal" in content:
+        raise _damaged(path, "it has a seal, and version 1 has none")
+    if content["version"] != _UNSEALED and content["seal"] != _seal(content):
+        raise _damaged(path, "checkpoint.json does not match its checksum")
+    return dict(content)
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, OSError) as error:

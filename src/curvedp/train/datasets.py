@@ -91,12 +91,16 @@ class TrainingData:
         sampler: PoissonSampler,
         expected_batch_size: float,
         physical_batch_size: int | None,
+        activation_bytes: int = 0,
+        device: str = "cpu",
     ) -> PhysicalLoader:
-        """Physical batches of what the sampler draws."""
+        """Physical batches of what the sampler draws; by default of a fitting size."""
         size = physical_batch_size
         if size is None:
             slots = 1 if self.people is None else self.people.slots
-            size = default_physical_batch_size(expected_batch_size * slots)
+            size = default_physical_batch_size(
+                expected_batch_size * slots, activation_bytes, device
+            )
             size = max(size, slots)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigurationError(

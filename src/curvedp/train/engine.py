@@ -30,6 +30,11 @@ from curvedp.layers import Coverage, Recording
 from curvedp.noise import NoiseState, RandomStreams
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalBatch, PhysicalLoader
+from curvedp.train.guard import (
+    refuse_changes,
+    refuse_foreign_gradients,
+    refuse_processes,
+)
 from curvedp.train.journal import Journal
 from curvedp.update import Chain, apply_release
 from curvedp.whitening import Whitener
@@ -125,6 +130,7 @@ class Engine:
 
     def batches(self, steps: int) -> Iterator[PhysicalBatch]:
         """Physical batches of the next steps, at most as many as the budget allows."""
+        refuse_processes()  # they may have been started since it was attached
         self._open = _Open()  # a batch that an earlier loop left behind is not released
         stop = self.step + min(steps, self.steps_left)
         for batch in self._loader.steps(self.step, stop):
@@ -171,6 +177,7 @@ class Engine:
                 "compute the whole loss from one call of the model; wrap other passes "
                 "in torch.no_grad()",
             )
+        refuse_changes(self.model, self.optimizer, self.parameters)
         recording = Recording(
             self.model, self._coverage.covered, self.physical_batch_size
         )
@@ -190,14 +197,7 @@ class Engine:
                 "optimizer.step() before a backward pass through private.model",
                 "call private.model(inputs) (not the bare model), then loss.backward()",
             )
-        foreign = [n for n, p in self.parameters.items() if p.grad is not None]
-        if foreign:
-            raise LoopError(
-                f"a gradient reached {foreign[0]!r} past private.model (a penalty on "
-                "the weights, a call of the bare model); it would not be used",
-                "use the optimiser's weight_decay for a penalty, and call "
-                "optimizer.zero_grad() before backward",
-            )
+        refuse_foreign_gradients(self.model, self.optimizer)
         return batch, recording
 
     def accumulate(self) -> bool:

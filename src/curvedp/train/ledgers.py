@@ -7,19 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from curvedp._version import __version__
-from curvedp.accounting import Ledger, LedgerHeader, MemoryLedger
+from curvedp.accounting import Ledger, LedgerHeader, LedgerRecord, MemoryLedger
 from curvedp.errors import ConfigurationError, LedgerError
-from curvedp.plan import Plan
-from curvedp.storage import as_storage_error, make_folder
+from curvedp.plan import DEFAULT_NOISE_SOURCE, Plan
+from curvedp.storage import as_storage_error, clear_leftovers, make_folder
 from curvedp.train.journal import Journal
+from curvedp.train.witnesses import check_ledger, witnesses
 
-__all__ = ["check_head", "check_paid", "note_lost_releases", "open_ledger"]
+__all__ = ["WHEN_UNSAID", "note_lost_releases", "open_ledger"]
+
+#: Facts that older versions did not write, because there was nothing but this.
+WHEN_UNSAID = {"noise_source": DEFAULT_NOISE_SOURCE}
 
 
 def open_ledger(
     run_dir: Path | None, plan: Plan, *, recipe: str, optimiser: str, unsafe: bool
 ) -> Ledger | MemoryLedger:
-    """The run folder's ledger, made or reopened, or one in memory."""
+    """The run folder's ledger, made or reopened, or one in memory.
+
+    One that is reopened fits the plan and contains everything that the run's
+    checkpoints and journal have seen of it, or it is refused and left as it is.
+    """
     notes = []
     if unsafe:
         notes.append(
@@ -46,53 +54,55 @@ def open_ledger(
         return MemoryLedger(header)
     path = run_dir / "ledger.jsonl"
     if not path.exists():
-        if (run_dir / "checkpoints").exists():
-            raise LedgerError(
-                f"{run_dir} has checkpoints and no ledger.jsonl: nobody can tell what "
-                "the run has spent",
-                "put the ledger back; a new run needs a folder of its own",
-            )
+        _refuse_lost_ledger(run_dir)
         with as_storage_error(run_dir, "make the folder"):
             make_folder(run_dir)
         return Ledger.create(path, header)
-    ledger = Ledger.open(path)
-    stored, given = dict(ledger.header.facts), dict(header.facts)
-    for name, value in given.items():
-        if name != "curvedp" and stored.get(name) != value:
-            ledger.close()
-            raise ConfigurationError(
-                f"{path} belongs to a run with {name} = {stored.get(name)!r}, and this "
-                f"one has {value!r}",
-                "give this run a folder of its own, or resume with the old settings",
-            )
+
+    def check(record: LedgerRecord) -> None:
+        _refuse_other_settings(record, header)
+        clear_leftovers(run_dir / "checkpoints")  # the lock is held: they are ours
+        check_ledger(record, witnesses(run_dir))
+
+    ledger = Ledger.open(path, check)
     if unsafe and not any("unsafe_reproducible_noise" in n for n in ledger.notes()):
         ledger.note(notes[0])
     return ledger
 
 
-def check_head(
-    ledger: Ledger | MemoryLedger, head: tuple[int, str] | None, checkpoint: Path
-) -> None:
-    """Refuse a ledger that lacks lines which it had when the checkpoint was made."""
-    if head is not None and not ledger.has_head(*head):
+def _refuse_lost_ledger(run_dir: Path) -> None:
+    checkpoints = (run_dir / "checkpoints").exists()
+    if checkpoints or Journal(run_dir / "journal").steps():
+        what = "checkpoints" if checkpoints else "a journal"
         raise LedgerError(
-            f"{ledger.path} does not have the line {head[0] + 1} that it had when "
-            f"{checkpoint} was made: it was cut short, exchanged or rewritten",
-            "restore the ledger from a copy; without those lines nobody can tell what "
-            "the run has spent",
+            f"{run_dir} has {what} and no ledger.jsonl: nobody can tell what the run "
+            "has spent",
+            "put the ledger back; a new run needs a folder of its own",
         )
 
 
-def check_paid(ledger: Ledger | MemoryLedger, journal: Journal, first: int) -> None:
-    """Refuse a ledger that lacks the payment of a release in the journal."""
-    for step in journal.steps(first):
-        if not ledger.next_attempt(step):
-            raise LedgerError(
-                f"{ledger.path} has no payment for step {step}, whose release is in "
-                "the journal: it was cut short or exchanged",
-                "restore the ledger from a copy; without its lines nobody can tell "
-                "what the run has spent",
+def _refuse_other_settings(record: LedgerRecord, given: LedgerHeader) -> None:
+    """A run goes on with the settings that its header promises, and no others."""
+    for name, value in _promises(given).items():
+        stored = _promises(record.header).get(name, WHEN_UNSAID.get(name))
+        if stored != value:
+            raise ConfigurationError(
+                f"{record.path} belongs to a run with {name} = {stored!r}, and this "
+                f"one has {value!r}",
+                "give this run a folder of its own, or resume with the old settings",
             )
+
+
+def _promises(header: LedgerHeader) -> dict[str, Any]:
+    own = {
+        "unit": header.unit,
+        "relation": header.relation.value,
+        "delta": header.delta,
+        "target_epsilon": header.target_epsilon,
+        "planned_steps": header.planned_steps,
+        "accountant": header.accountant,
+    }
+    return own | {k: v for k, v in header.facts.items() if k != "curvedp"}
 
 
 def note_lost_releases(

@@ -37,7 +37,7 @@ from curvedp.train.checkpoint import (
     save_checkpoint,
 )
 from curvedp.train.engine import Engine
-from curvedp.train.ledgers import check_head, check_paid, note_lost_releases
+from curvedp.train.ledgers import WHEN_UNSAID, note_lost_releases
 from curvedp.train.optimizer import LogicalScheduler, PrivateOptimizer
 from curvedp.train.statement import Statement, make_statement
 
@@ -235,8 +235,15 @@ class Private:
         self._load(state, state["model"])
 
     def save(self, extra: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint into the run folder, with states of your own (extra)."""
+        """Write a checkpoint into the run folder, with states of your own (extra).
+
+        Raises:
+            LedgerError: the run is closed, and the folder may be another process's.
+            LoopError: a logical batch is half done.
+            StorageError: it could not be written; the older checkpoints are untouched.
+        """
         folder = self._folder()
+        self._engine.ledger.require_open()
         self._refuse_half_step()
         checkpoint = Checkpoint(
             step=self.step,
@@ -255,25 +262,23 @@ class Private:
         """Go on from the last checkpoint and the journal; returns what ``save`` added.
 
         Steps whose release is in the journal are repeated from there: no data is
-        touched and nothing is paid again.
+        touched and nothing is paid again. That they fit the ledger was checked when
+        it was opened.
+
+        Raises:
+            CheckpointError: the newest checkpoint, or a release that others follow, is
+                damaged; names the file and what it costs to do without it.
         """
         ledger, journal = self._engine.ledger, self._engine.journal
-        clear_leftovers(self._folder() / "checkpoints")
+        ledger.require_open()
         folders = checkpoint_folders(self._folder() / "checkpoints")
         extra: dict[str, Any] = {}
         if folders:
             checkpoint = load_checkpoint(folders[-1])
-            if checkpoint.run_id != ledger.header.run_id:
-                raise CheckpointError(
-                    f"{folders[-1]} belongs to another run than the ledger beside it",
-                    "put the files of one run together again",
-                )
-            check_head(ledger, checkpoint.ledger, folders[-1])
             self._check_facts(checkpoint.facts, str(folders[-1]))
             self._load(checkpoint.state, checkpoint.model)
             extra = checkpoint.state["extra"]
         if journal is not None:
-            check_paid(ledger, journal, self.step)
             self._engine.recover()
             note_lost_releases(ledger, journal, self.step)
         return extra
@@ -318,10 +323,11 @@ class Private:
 
     def _check_facts(self, stored: dict[str, Any], what: str) -> None:
         for name, value in self._facts().items():
-            if stored.get(name) != value:
+            then = stored.get(name, WHEN_UNSAID.get(name))
+            if then != value:
                 raise CheckpointError(
-                    f"{what} was made with {name} = {stored.get(name)!r}, and this run "
-                    f"has {value!r}",
+                    f"{what} was made with {name} = {then!r}, and this run has "
+                    f"{value!r}",
                     "resume with the settings it was made with",
                 )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from curvedp.errors import CheckpointError, StorageError, missing_extra
 from curvedp.storage import as_storage_error
 
-__all__ = ["read_tensors", "write_tensors"]
+__all__ = ["read_facts", "read_tensors", "write_tensors"]
 
 
 def write_tensors(
@@ -26,18 +27,31 @@ def write_tensors(
         # it wraps the operating system's errors (a full disk) in its own type
         raise StorageError(
             f"cannot write {path}: {error}",
-            "free some space on that disk, or choose another folder",
+            "free some space on that disk, check its permissions, or choose another "
+            "folder",
         ) from error
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and facts; a damaged file is refused by name."""
+    with _opened(path) as file:
+        facts = file.metadata() or {}
+        return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
+
+
+def read_facts(path: Path) -> dict[str, str]:
+    """The facts alone, however large the tensors are."""
+    with _opened(path) as file:
+        return dict(file.metadata() or {})
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     safetensors = _safetensors()
     with as_storage_error(path, "read"):
         try:
             with safetensors.safe_open(str(path), framework="pt") as file:
-                facts = file.metadata() or {}
-                return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
+                yield file
         except safetensors.SafetensorError as error:
             raise CheckpointError(
                 f"{path} is damaged or not a safetensors file: {error}",

@@ -1,0 +1,70 @@
+"""Models of the user's own, by the name of what makes them: ``module:factory``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from curvedp.errors import ConfigurationError, CurvedpError
+
+__all__ = ["call_factory", "is_factory"]
+
+
+def is_factory(name: str) -> bool:
+    """Whether a model's name is ``module:factory`` and not that of a built-in one."""
+    return ":" in name
+
+
+def call_factory(
+    name: str, offered: Mapping[str, Any], options: Mapping[str, Any]
+) -> Any:
+    """What the factory gives.
+
+    Args:
+        name: ``module:factory``; the module is looked for in the current folder too.
+        offered: arguments that it gets if its signature names them.
+        options: arguments that it gets in any case, also in the place of those.
+
+    Raises:
+        ConfigurationError: there is no such factory, or it does not take these.
+    """
+    factory = _import_factory(name)
+    try:
+        accepted = inspect.signature(factory).parameters
+        given = {k: v for k, v in offered.items() if k in accepted}
+        return factory(**{**given, **options})
+    except CurvedpError:
+        raise
+    except (TypeError, ValueError) as error:
+        names = " and ".join(offered)
+        raise ConfigurationError(
+            f"the model factory {name} cannot be called: {error}",
+            (f"it is given {names} if it names them, and " if offered else "it takes ")
+            + "the options of the model as keywords (KEY=VALUE)",
+        ) from error
+
+
+def _import_factory(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:  # a console script does not have it, `python -m` does
+        sys.path.insert(0, here)
+    advice = "write module:factory, and run in the folder that holds the module"
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(
+            f"the model {name} cannot be imported: {error}", advice
+        ) from error
+    except AttributeError as error:
+        raise ConfigurationError(
+            f"the module {module_name!r} has no {attribute!r}", advice
+        ) from error
+    if not callable(factory):
+        raise ConfigurationError(f"{name} cannot be called", advice)
+    made: Callable[..., Any] = factory
+    return made

@@ -1,0 +1,127 @@
+"""What is trained is what was covered: at attach time, and still so at every pass.
+
+Coverage is found once. A model is an ordinary object, and whoever holds it can unfreeze
+a layer, exchange one, or wrap it afterwards. A parameter that coverage does not know
+gets its gradient from autograd, without clipping and without noise; one that the model
+no longer uses only drifts. Neither shows in the loss, so both are looked for here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from curvedp.errors import ConfigurationError, CoverageError, LoopError
+
+__all__ = [
+    "check_optimizer",
+    "refuse_changes",
+    "refuse_foreign_gradients",
+    "refuse_processes",
+]
+
+_AGAIN = "make the change first, then call make_private (with a new optimiser)"
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimiser moves exactly the model's trainable parameters."""
+    held = {id(p) for p in _held(optimizer)}
+    trainable = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
+    missing = [name for key, name in trainable.items() if key not in held]
+    if missing:
+        raise CoverageError(
+            f"the optimiser does not hold {', '.join(map(repr, missing))}: clipping "
+            "would spend the budget on what never moves",
+            "freeze it (requires_grad_(False)) or give it to the optimiser; build the "
+            "optimiser after the model is whole (adapters included)",
+        )
+    foreign = [
+        p for p in _held(optimizer) if id(p) not in trainable and p.requires_grad
+    ]
+    if foreign:
+        raise CoverageError(
+            f"the optimiser holds {len(foreign)} trainable parameters that are not in "
+            "the model",
+            "put them into the model, or give them an optimiser of their own",
+        )
+
+
+def refuse_changes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    covered: Mapping[str, nn.Parameter],
+) -> None:
+    """Refuse a model or an optimiser that is no longer what was attached."""
+    known = {id(p) for p in covered.values()}
+    found = set()
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) not in known:
+            _changed(
+                f"the parameter {name!r} was added, exchanged or unfrozen after "
+                "make_private: its gradient would be neither clipped nor noised"
+            )
+        found.add(id(p))
+    for name, p in covered.items():
+        if id(p) not in found:
+            _changed(
+                f"the parameter {name!r} is no longer in the model: what took its "
+                "place would never move"
+            )
+        if not p.requires_grad:
+            _changed(
+                f"the parameter {name!r} was frozen after make_private: it would move "
+                "nevertheless"
+            )
+    check_optimizer(model, optimizer)
+
+
+def refuse_foreign_gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Refuse a gradient that nobody clipped and that the optimiser would use.
+
+    Torch's optimisers use whatever is in ``.grad``, of frozen parameters too.
+    """
+    for p in _held(optimizer):
+        if p.grad is not None:
+            names = [repr(n) for n, own in model.named_parameters() if own is p]
+            raise LoopError(
+                f"a gradient reached {names[0] if names else 'a parameter'} past "
+                "private.model (a penalty on the weights, a call of the bare model, "
+                "a backward pass before make_private); nobody has clipped it",
+                "use the optimiser's weight_decay for a penalty, and call "
+                "optimizer.zero_grad() before backward",
+            )
+
+
+def refuse_processes() -> None:
+    """Refuse to be one of several processes that train together.
+
+    Each of them would draw, clip, add noise and keep accounts for itself: as many
+    models as processes, all of the same data, and each ledger says what one costs.
+    """
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    size = distributed.get_world_size()
+    if size > 1:
+        raise ConfigurationError(
+            f"torch.distributed is initialised with {size} processes, and private "
+            "training over several processes does not exist yet: each would train and "
+            "account for a model of its own",
+            "train in one process (physical_batch_size bounds the memory that a batch "
+            "of any size takes), or call "
+            "torch.distributed.destroy_process_group() before",
+        )
+
+
+def _held(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _changed(problem: str) -> NoReturn:
+    raise LoopError(problem, _AGAIN)

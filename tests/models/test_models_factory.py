@@ -1,0 +1,61 @@
+"""``module:factory``: what it is given, and what is said when that does not work."""
+
+import pytest
+from torch import nn
+
+from curvedp.errors import ConfigurationError
+from curvedp.models.factory import call_factory, is_factory
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path, monkeypatch):
+    text = (
+        "from torch import nn\n"
+        "from curvedp.errors import DataError\n"
+        "NUMBER = 3\n"
+        "def plain(): return nn.Linear(2, 2)\n"
+        "def shaped(input_shape, *, width=2): return nn.Linear(input_shape[0], width)\n"
+        "def needy(depth): return nn.Linear(depth, depth)\n"
+        "def strict(): raise DataError('no such thing')\n"
+    )
+    (tmp_path / "factory_of_mine.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def made(name, **options):
+    return call_factory(
+        f"factory_of_mine:{name}", {"input_shape": (5,), "num_outputs": 7}, options
+    )
+
+
+def test_it_gets_what_it_names_and_the_options():
+    assert isinstance(made("plain"), nn.Linear)
+    assert made("shaped").in_features == 5
+    assert made("shaped", width=4).out_features == 4
+    assert made("shaped", input_shape=(9,)).in_features == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("factory_of_mine:absent", "has no 'absent'"),
+        ("factory_of_mine:NUMBER", "cannot be called"),
+        ("factory_of_mine:needy", "depth"),
+        ("no_such_module:make", "cannot be imported"),
+        (":make", "cannot be imported"),
+    ],
+)
+def test_what_cannot_be_made_is_named(name, words):
+    with pytest.raises(ConfigurationError, match=words):
+        call_factory(name, {}, {})
+
+
+def test_an_error_of_our_own_is_not_dressed_up():
+    with pytest.raises(ValueError, match=r"^no such thing"):
+        made("strict")
+
+
+def test_names():
+    assert is_factory("module:factory")
+    assert not is_factory("mlp")
