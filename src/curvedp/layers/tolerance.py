@@ -9,8 +9,8 @@ for parameters that have a gradient. The second is for those whose gradient is z
 whatever the data: a bias on attention keys (softmax does not see it), a bias before an
 InstanceNorm, a bias over tokens before a norm over channels. What is found there are
 two different rounding errors of a sum that cancels; relative to each other they are
-far apart, relative to G they are nothing (seen: below 1e-16 G in float64 and 1e-9 G in
-float32, at up to 16384 positions).
+far apart, relative to G they are nothing (seen: up to 1e-16 G in float64 and 4e-8 G in
+float32, with up to 16384 positions).
 
 =========  =====  =====  ============================================================
 dtype      r      n      why
@@ -23,20 +23,21 @@ float16    5e-2   1e-3   the same
 =========  =====  =====  ============================================================
 
 What could pass although it is there? Let ``tau = r + n sqrt(k)`` with k parameter
-tensors; the k deviations together are at most tau times the example's gradient.
+tensors: the k deviations together are at most ``tau G``. G is that of the check's three
+examples; for one of three alike, the factor is ``t = sqrt(3) tau``.
 
 - *A use of a weight that no rule sees* (``F.linear(h, layer.weight)``), if its part of
   the gradient is below that. The clipped sum is made of what the rules saw, which is
   also what its norm was taken of, so an example still contributes at most C. Only the
-  direction is off, by at most tau: utility, not privacy.
+  direction is off, by at most t: utility, not privacy.
 - *A dependence on another example.* If replacing example j moves the gradient of i by
-  at most ``tau ||g_i||``, it moves its clipped contribution by at most ``2 tau C``
-  (scale both by ``C / max ||.||``: they are ``tau C`` apart, and clipping the shorter
-  one again moves it by no more than that). With B examples computed together the sum
-  moves by at most ``C (1 + 2 tau (B - 1))`` in place of C. In float64, r and n are
-  multiplied by :data:`COUPLING` here, because the same rows are computed twice by the
-  same operations: with 400 tensors tau is 3e-8, and a batch of 4096 adds 0.03 % to C.
-  The check runs in float64 wherever the model does.
+  at most ``t ||g_i||``, it moves its clipped contribution by at most ``2 t C`` (scale
+  both by ``C / max ||.||``: they are ``t C`` apart, and clipping the shorter one again
+  moves it by no more than that). With B examples computed together the sum moves by at
+  most ``C (1 + 2 t (B - 1))`` in place of C. In float64, r and n are multiplied by
+  :data:`COUPLING` here, because the same operations compute the same rows twice: with
+  400 tensors t is 5e-8, and a batch of 4096 adds 0.04 % to C. The check runs in float64
+  wherever the model does and is not too large (:mod:`curvedp.layers.trial`).
 
 All of this is about inputs like the synthetic ones; the check sees no others.
 """
