@@ -82,7 +82,7 @@ def test_norms_do_not_depend_on_the_chunks(method, monkeypatch):
     whole = [io.sq_norms() for io in dense_ios]
     monkeypatch.setattr(dense, "CHUNK_ELEMENTS", {"cpu": 1})
     for io, expected in zip(dense_ios, whole, strict=True):
-        assert len(list(io._chunks())) == SIZE
+        assert len(list(io.chunks())) == SIZE
         assert torch.allclose(io.sq_norms(), expected, rtol=SAME)
 
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, replace_examples
 from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
 
-__all__ = ["DenseIO", "Geometry", "NormMethod", "choose_method"]
+__all__ = ["DenseIO", "Geometry", "NormMethod", "choose_method", "outer_sq_norms"]
 
 
 class NormMethod(Enum):
@@ -114,9 +114,11 @@ class DenseIO(LayerIO):
     def names(self) -> tuple[str, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-    def rows(self, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def rows(
+        self, part: slice = slice(None), dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
         """``a [b, G, T, p]`` (bias column included) and ``d [b, G, T, r]``."""
-        a, d = self._rows(part, compute_dtype(self.calls[0][1]))
+        a, d = self._rows(part, dtype or compute_dtype(self.calls[0][1]))
         if self.bias is not None:
             a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
         return a, d
@@ -130,27 +132,14 @@ class DenseIO(LayerIO):
         return torch.cat(inputs, 2), torch.cat(outputs, 2)
 
     def sq_norms(self) -> Tensor:
-        return torch.cat([self._sq_norms(*item) for item in self._chunks()])
+        return torch.cat([self._sq_norms(*item) for item in self.chunks()])
 
     def _sq_norms(self, part: slice, method: NormMethod) -> Tensor:
         summed_in = compute_dtype(self.calls[0][1])
         a, d = self._rows(part, norm_dtype(self.calls[0][1]))
-        t, p, r = a.shape[2], a.shape[3], d.shape[3]
-        ones = 0.0 if self.bias is None else 1.0  # the bias column, squared
-        spread = self._sq_spread(a, d)
-        if t == 1:  # the norm of an outer product
-            return spread
-        in_norm, in_sum = ROUNDING[a.dtype], (t + 8) * ROUNDING[summed_in]
-        if method is NormMethod.GRAM:
-            gram = ((a @ a.mT + ones) * (d @ d.mT)).sum((1, 2, 3)).clamp_min(0)
-            squares = gram.double() + (p + r + t + 8) * in_norm * spread
-        else:
-            exact = _sq(d.mT @ a).sum(1) + ones * _sq(d.sum(2, keepdim=True)).sum(1)
-            hidden = (t + 8) * in_norm * spread.sqrt()
-            squares = (exact.sqrt() + hidden).square()
-        return squares + in_sum**2 * spread
+        return outer_sq_norms(a, d, method, summed_in, bias=self.bias is not None)
 
-    def _chunks(
+    def chunks(
         self, method: NormMethod | None = None
     ) -> Iterator[tuple[slice, NormMethod]]:
         """Slices of the batch whose scratch memory stays bounded, with the method."""
@@ -197,15 +186,11 @@ class DenseIO(LayerIO):
 
     def spread(self) -> tuple[Tensor, float]:
         dtype = norm_dtype(self.calls[0][1])
-        rows = [self._rows(part, dtype) for part, _ in self._chunks()]
+        rows = [self._rows(part, dtype) for part, _ in self.chunks()]
         positions = rows[0][0].shape[2]
         rounding = (positions + 8) * ROUNDING[compute_dtype(self.calls[0][1])]
-        return torch.cat([self._sq_spread(a, d).sqrt() for a, d in rows]), rounding
-
-    def _sq_spread(self, a: Tensor, d: Tensor) -> Tensor:
-        """``S^2``, the bias column included; groups are disjoint parts of ``g_i``."""
-        ones = 0.0 if self.bias is None else float(a.shape[2])
-        return ((_sq(a) + ones) * _sq(d)).sum(1)
+        bias = self.bias is not None
+        return torch.cat([_sq_spread(a, d, bias).sqrt() for a, d in rows]), rounding
 
     def per_example(self) -> dict[str, Tensor]:
         dtype = compute_dtype(self.calls[0][1])
@@ -213,7 +198,7 @@ class DenseIO(LayerIO):
         groups, p, r = a.shape[1], a.shape[3], d.shape[3]
         g = a.new_empty(self.batch_size, groups, r, p)
         bias = a.new_empty(self.batch_size, groups, r)
-        for part, _ in self._chunks(NormMethod.INSTANTIATE):
+        for part, _ in self.chunks(NormMethod.INSTANTIATE):
             a, d = self._rows(part, dtype)
             torch.matmul(d.mT, a, out=g[part])
             if self.bias is not None:
@@ -232,6 +217,45 @@ class DenseIO(LayerIO):
 
     def settled(self) -> LayerIO:
         return DirectIO(self.name, self.per_example()) if self.settles else self
+
+
+def outer_sq_norms(
+    a: Tensor,
+    d: Tensor,
+    method: NormMethod,
+    summed_in: torch.dtype,
+    *,
+    bias: bool = False,
+) -> Tensor:
+    """``||sum_t d_t a_t^T||^2``, raised by what rounding can hide, ``[B]``.
+
+    Args:
+        a: ``[B, G, T, p]``.
+        d: ``[B, G, T, r]``.
+        method: Gram or instantiate; a single position needs neither.
+        summed_in: dtype in which the clipped sum will be added up.
+        bias: count a column of ones that ``a`` does not have.
+    """
+    t, p, r = a.shape[2], a.shape[3], d.shape[3]
+    ones = 1.0 if bias else 0.0
+    spread = _sq_spread(a, d, bias)
+    if t == 1:  # the norm of an outer product
+        return spread
+    in_norm, in_sum = ROUNDING[a.dtype], (t + 8) * ROUNDING[summed_in]
+    if method is NormMethod.GRAM:
+        gram = ((a @ a.mT + ones) * (d @ d.mT)).sum((1, 2, 3)).clamp_min(0)
+        squares = gram.double() + (p + r + t + 8) * in_norm * spread
+    else:
+        exact = _sq(d.mT @ a).sum(1) + ones * _sq(d.sum(2, keepdim=True)).sum(1)
+        hidden = (t + 8) * in_norm * spread.sqrt()
+        squares = (exact.sqrt() + hidden).square()
+    return squares + in_sum**2 * spread
+
+
+def _sq_spread(a: Tensor, d: Tensor, bias: bool) -> Tensor:
+    """``S^2``; groups are disjoint parts of ``g_i``."""
+    ones = float(a.shape[2]) if bias else 0.0
+    return ((_sq(a) + ones) * _sq(d)).sum(1)
 
 
 def _sq(x: Tensor) -> Tensor:

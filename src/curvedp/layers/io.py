@@ -192,8 +192,6 @@ def _sq_lengths(g: Tensor) -> Tensor:
     rows = g.reshape(g.shape[0], -1)
     size = max(1, CHUNK_ELEMENTS.get(g.device.type, 2**20) // max(1, rows.shape[1]))
     dtype = square_dtype(g)
-    lengths = [
-        torch.linalg.vector_norm(part.to(dtype), dim=1)
-        for part in torch.split(rows, size)
-    ]
+    parts = torch.split(rows, size)
+    lengths = [torch.linalg.vector_norm(part.to(dtype), dim=1) for part in parts]
     return torch.cat(lengths).double().square()
