@@ -7,8 +7,8 @@ clipping, noise, SGD. Fetching the batch is not timed. Steps are interleaved: ea
 makes one step of every contestant, in an order that rotates, so that a slow moment of
 the machine hits all of them. A ratio is the median of the ratios within a round.
 
-Who computes in parts (curvedp by default on a CPU; Opacus as its BatchMemoryManager
-does) takes the batch a part at a time; a step is all of them.
+"64" takes the batch in parts of 64 rows (what curvedp's loader does, and Opacus's
+BatchMemoryManager); a step is all of them.
 
 Memory is measured in a child process for each contestant: the largest resident size
 (``VmHWM``; ``ru_maxrss`` would remember the parent's across ``exec``) after three steps
@@ -46,10 +46,10 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- step_cost: begin -->", "<!-- step_cost: end -->"
 CLIP, NOISE, RATE = 1.0, 1.0, 0.01
-OURS, WHOLE, PLAIN = "curvedp", "curvedp whole", "non-private"
-#: A word after the mode: in parts of so many rows.
+OURS, PARTS, PLAIN = "curvedp", "curvedp 64", "non-private"
+#: A number at the end: in parts of so many rows.
 MODES = ("hooks", "functorch", "ew", "ghost", "ghost 64")
-CONTESTANTS = (OURS, WHOLE, PLAIN, *(f"opacus {mode}" for mode in MODES))
+CONTESTANTS = (OURS, PARTS, PLAIN, *(f"opacus {mode}" for mode in MODES))
 MEMORY_STEPS, MEMORY_RUNS = 3, 2
 WARM_UP = 3
 MIB = 2**20
@@ -115,8 +115,9 @@ class Refused(Exception):
 
 def attach(contestant, model, x, y, steps):
     """A function that makes one step and says how long it took."""
-    if contestant in (OURS, WHOLE):
-        return _ours(model, x, y, steps, len(x) if contestant == WHOLE else None)
+    if contestant in (OURS, PARTS):
+        rows = len(x) if contestant == OURS else int(PARTS.split()[1])
+        return _ours(model, x, y, steps, min(rows, len(x)))
     if contestant == PLAIN:
         return _plain(model, x, y)
     return _opacus(contestant.removeprefix("opacus "), model, x, y, NOISE, RATE)
@@ -205,7 +206,7 @@ def check(net, contestant):
     x, y = net.data()
     x, y = x[:4], y[:4]
     model = net.model(contestant)
-    if contestant in (OURS, WHOLE, PLAIN):
+    if contestant in (OURS, PARTS, PLAIN):
         try:
             attach(contestant, model, x, y, 1)()
         except Exception as error:
@@ -298,7 +299,7 @@ def summary(seconds, memory):
         fastest = min(rivals, key=median.__getitem__)
         leanest = min(rivals, key=peak.__getitem__)
         found["fastest_mode"], found["leanest_mode"] = fastest, leanest
-        for ours in (OURS, WHOLE):
+        for ours in (OURS, PARTS):
             found[ours] = {
                 "time_over_fastest_mode": _ratio(seconds, ours, fastest),
                 "time_quartiles": _ratios(seconds, ours, fastest),
@@ -383,7 +384,7 @@ def table(result):
         "|---|---|---|--:|--:|---|--:|",
     ]
     for row in result["rows"]:
-        for ours in (OURS, WHOLE) if "fastest_mode" in row else ():
+        for ours in (OURS, PARTS) if "fastest_mode" in row else ():
             low, middle, high = row[ours]["time_quartiles"]
             lines.append(
                 f"| `{row['net']}` | {ours} | {_mode(row['fastest_mode'])} | "

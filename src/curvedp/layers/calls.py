@@ -55,13 +55,15 @@ class OpenCall:
     ) -> None:
         self.io: LayerIO | None = None
         self._settle = settle
-        self.args = tree_map(_detached, args)
-        self.kwargs = tree_map(_detached, kwargs)
+        self.args = _detached_all(args)
+        self.kwargs = _detached_all(kwargs)
         self._versions = [version(x) for x in self.tensors()]
         self._d: list[Tensor | None] = [] if same is None else same._d
 
     def tensors(self) -> list[Tensor]:
         """The inputs that it keeps."""
+        if not self.kwargs and len(self.args) == 1 and isinstance(self.args[0], Tensor):
+            return [self.args[0]]  # most layers; the general way is slower
         leaves, _ = tree_flatten((self.args, self.kwargs))
         return [x for x in leaves if isinstance(x, Tensor)]
 
@@ -130,6 +132,14 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         return None, None
+
+
+def _detached_all(values: Any) -> Any:
+    if not values:
+        return values
+    if len(values) == 1 and isinstance(values, tuple) and type(values[0]) is Tensor:
+        return (values[0].detach(),)  # most layers; the general way is slower
+    return tree_map(_detached, values)
 
 
 def _detached(x: Any) -> Any:

@@ -57,7 +57,7 @@ _FAST_FLOAT64 = {(8, 0), (9, 0), (10, 0)}
 def exact(device: torch.device) -> Iterator[None]:
     """Switch off autograd, autocast and reduced-precision products of float32."""
     with (
-        _true_float32(),
+        _true_float32(device.type),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
     ):
@@ -65,7 +65,7 @@ def exact(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _true_float32() -> Iterator[None]:
+def _true_float32(device: str) -> Iterator[None]:
     # Since 2.9 torch has a switch per backend and kind of operation. The older, global
     # ones cannot be read any more once somebody has set a newer one.
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
@@ -73,15 +73,14 @@ def _true_float32() -> Iterator[None]:
             yield
         return
     backends: Any = torch.backends
-    switches = [
-        backends.cuda.matmul,
-        backends.cudnn.conv,
-        backends.cudnn.rnn,
-        backends.mkldnn.matmul,
-        backends.mkldnn.conv,
-        backends.mkldnn.rnn,
-    ]
+    # products and convolutions are all that is computed inside
+    on_cpu = (backends.mkldnn.matmul, backends.mkldnn.conv)
+    on_gpu = (backends.cuda.matmul, backends.cudnn.conv)
+    switches = on_cpu if device == "cpu" else (*on_gpu, *on_cpu)
     before = [switch.fp32_precision for switch in switches]
+    if all(precision == "ieee" for precision in before):
+        yield
+        return
     try:
         for switch in switches:
             switch.fp32_precision = "ieee"

@@ -16,7 +16,7 @@ __all__ = ["PrivacySettings", "default_physical_batch_size"]
 #: Largest physical batch that is chosen without being asked for.
 LARGEST_DEFAULT = 512
 #: On a CPU, activations of a part: with less, the cost of each call begins to show.
-CPU_PART_BYTES = 2**23
+CPU_PART_BYTES = 2**24
 SMALLEST_PART = 16
 
 
@@ -112,9 +112,8 @@ def default_physical_batch_size(
         device: type of the device that computes.
     """
     room = expected_batch_size + 2 * math.sqrt(expected_batch_size)
-    rows = min(LARGEST_DEFAULT, 8 * math.ceil(room / 8))
+    largest = LARGEST_DEFAULT
     if device == "cpu" and activation_bytes:
-        rows = min(
-            rows, max(SMALLEST_PART, CPU_PART_BYTES // activation_bytes // 8 * 8)
-        )
-    return rows
+        largest = min(largest, max(SMALLEST_PART, CPU_PART_BYTES // activation_bytes))
+    parts = math.ceil(room / largest)
+    return min(LARGEST_DEFAULT, 8 * math.ceil(room / parts / 8))
