@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvedp.errors import ConfigurationError
 
-__all__ = ["IDENTITY_FRAME", "ClippedSum", "Relation", "Release"]
+__all__ = ["IDENTITY_FRAME", "ClippedSum", "Provenance", "Relation", "Release"]
 
 #: The frame of unwhitened gradients.
 IDENTITY_FRAME = "identity"
@@ -60,6 +60,40 @@ class Relation(Enum):
             raise ConfigurationError(
                 f"unknown relation {value!r}", f"choose one of: {names}"
             ) from None
+
+
+class Provenance(Enum):
+    """Where the inputs of a curvature estimate came from: may it steer a private run?
+
+    ===========  ==================================================  =========
+    provenance   made from                                           is_public
+    ===========  ==================================================  =========
+    SYNTHETIC    random numbers and declared facts                   yes
+    PUBLIC       data or weights that are declared public            yes
+    RELEASED     values that a mechanism has already paid for        yes
+    ORACLE       private data, unprotected: research only            no
+    ===========  ==================================================  =========
+
+    An ORACLE value voids the guarantee of every run that it steers.
+    """
+
+    SYNTHETIC = "synthetic"
+    PUBLIC = "public"
+    RELEASED = "released"
+    ORACLE = "oracle"
+
+    @property
+    def is_public(self) -> bool:
+        """Whether it may steer a private run without being paid for."""
+        return self is not Provenance.ORACLE
+
+    def combine(self, other: Provenance) -> Provenance:
+        """Provenance of what is made from both: the weaker of the two.
+
+        SYNTHETIC < PUBLIC < RELEASED < ORACLE; associative, commutative, idempotent.
+        """
+        weakest_last = list(Provenance)
+        return max(self, other, key=weakest_last.index)
 
 
 @dataclass(frozen=True)
