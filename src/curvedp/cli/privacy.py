@@ -17,7 +17,8 @@ from curvedp.accounting import (
 from curvedp.barrier import Relation
 from curvedp.cli.output import print_json, reports_errors, results, rows_of
 from curvedp.cli.parameters import JsonFlag
-from curvedp.errors import ConfigurationError, LedgerError
+from curvedp.errors import ConfigurationError, LedgerError, NotPrivateError
+from curvedp.train.ledgers import ORACLE_NOTE
 from curvedp.train.witnesses import check_ledger, witnesses
 
 __all__ = ["app"]
@@ -194,6 +195,12 @@ def _read(file: Path) -> LedgerRecord:
 
 def _account(record: LedgerRecord) -> dict[str, Any]:
     header, notes = record.header, list(record.notes())
+    if ORACLE_NOTE in notes:
+        raise NotPrivateError(
+            "the run took curvature from its private data (an oracle, for research): "
+            "no epsilon holds, whatever was paid",
+            "run it with synthetic or public probes for a guarantee",
+        )
     count, steps = record.count(), record.paid_steps()
     return {
         "epsilon": record.epsilon() if count else 0.0,

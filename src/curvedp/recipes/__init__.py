@@ -1,12 +1,13 @@
 """One method, one page. A new method is a file here and a line in ``_PAGES``."""
 
 from curvedp.errors import ConfigurationError
-from curvedp.recipes import dp_adam, dp_adamw, dp_sgd, non_private
+from curvedp.recipes import dp_adam, dp_adamw, dp_kfc, dp_ngd, dp_sgd, non_private
 from curvedp.recipes.base import Recipe
+from curvedp.recipes.curvature import BACK_MAPS, Curvature
 
-__all__ = ["RECIPES", "Recipe", "get_recipe"]
+__all__ = ["BACK_MAPS", "RECIPES", "Curvature", "Recipe", "get_recipe"]
 
-_PAGES = (dp_sgd, dp_adam, dp_adamw, non_private)
+_PAGES = (dp_sgd, dp_adam, dp_adamw, dp_kfc, dp_ngd, non_private)
 
 #: Every recipe by its name.
 RECIPES: dict[str, Recipe] = {page.RECIPE.name: page.RECIPE for page in _PAGES}

@@ -7,7 +7,7 @@ work; the engine in :mod:`curvedp.train` builds what it describes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import nn
 
 from curvedp.clipping import ClippingRule, clipping_rule
 from curvedp.errors import ConfigurationError
+from curvedp.recipes.curvature import Curvature
 from curvedp.update import Chain
-from curvedp.whitening import IdentityWhitener, Whitener
 
 __all__ = ["Recipe"]
 
@@ -26,6 +26,10 @@ _OPTIMISERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
+
+
+#: What makes the method and is not a setting of it.
+_FIXED = {"name", "summary", "private", "chain", "optimiser", "curvature", "modes"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Recipe:
         clipping: "flat", "normalised" or "per-layer".
         clip_norm: C.
         chain: transforms on the released gradient.
+        curvature: how gradients are whitened before clipping; None leaves them alone.
+        modes: further sets of defaults by name, for ``configure(mode=...)``.
     """
 
     name: str
@@ -57,9 +63,13 @@ class Recipe:
     clipping: str = "flat"
     clip_norm: float = 1.0
     chain: Chain = field(default_factory=Chain)
+    curvature: Curvature | None = None
+    modes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def configure(self, **settings: Any) -> Recipe:
+    def configure(self, mode: str | None = None, **settings: Any) -> Recipe:
         """The same method with other settings; None leaves a setting as it is."""
+        if mode is not None and mode != "default":
+            return self._in_mode(mode).configure(**settings)
         given = {k: v for k, v in settings.items() if v is not None}
         unknown = given.keys() - set(self.setting_names())
         if unknown:
@@ -71,23 +81,40 @@ class Recipe:
             value = given.get(name, 0.0)
             if not value >= 0 or value == float("inf"):
                 raise ConfigurationError(f"{name} must not be negative, not {value!r}")
-        configured = replace(self, **given)
+        configured = self._with(given)
         configured.clipping_rule()
         return configured
 
-    @staticmethod
-    def setting_names() -> list[str]:
+    def _in_mode(self, mode: str) -> Recipe:
+        if mode not in self.modes:
+            known = ", ".join(["default", *self.modes])
+            raise ConfigurationError(
+                f"recipe {self.name!r} has no mode {mode!r}", f"its modes are: {known}"
+            )
+        return self._with(self.modes[mode])
+
+    def _with(self, given: Mapping[str, Any]) -> Recipe:
+        """Settings of the curvature go there, all others are the recipe's own."""
+        names = [] if self.curvature is None else self.curvature.setting_names()
+        inner = {k: v for k, v in given.items() if k in names}
+        outer = {k: v for k, v in given.items() if k not in names}
+        if self.curvature is not None and inner:
+            try:
+                outer["curvature"] = replace(self.curvature, **inner)
+            except TypeError as error:
+                raise ConfigurationError(
+                    f"a setting of recipe {self.name!r} has the wrong type: {error}"
+                ) from error
+        return replace(self, **outer)
+
+    def setting_names(self) -> list[str]:
         """What a user may set."""
-        fixed = {"name", "summary", "private", "chain", "optimiser"}
-        return [f.name for f in fields(Recipe) if f.name not in fixed]
+        own = [f.name for f in fields(Recipe) if f.name not in _FIXED]
+        return own + ([] if self.curvature is None else self.curvature.setting_names())
 
     def clipping_rule(self) -> ClippingRule:
         """The clip rule with its bound."""
         return clipping_rule(self.clipping, self.clip_norm)
-
-    def whitener(self) -> Whitener:
-        """The map before clipping."""
-        return IdentityWhitener()
 
     def make_optimiser(
         self, parameters: Iterable[nn.Parameter]
@@ -105,5 +132,7 @@ class Recipe:
 
     def facts(self) -> dict[str, Any]:
         """Name and settings as JSON values."""
-        settings = {name: getattr(self, name) for name in self.setting_names()}
-        return {"name": self.name, "optimiser": self.optimiser, **settings}
+        own = {f.name: getattr(self, f.name) for f in fields(Recipe)}
+        settings = {name: value for name, value in own.items() if name not in _FIXED}
+        inner = {} if self.curvature is None else self.curvature.facts()
+        return {"name": self.name, "optimiser": self.optimiser, **settings, **inner}

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from curvedp.errors import ConfigurationError, NotPrivateError
-from curvedp.layers import Synthesiser, cover, synthesiser_like
+from curvedp.layers import PerExampleLoss, Synthesiser, cover, synthesiser_like
+from curvedp.probes import LabelRule, Probe
 from curvedp.recipes import Recipe, get_recipe
 from curvedp.sampling import People
 from curvedp.train.datasets import TrainingData
@@ -20,7 +21,9 @@ from curvedp.train.journal import Journal
 from curvedp.train.ledgers import open_ledger
 from curvedp.train.losses import per_example_loss
 from curvedp.train.private import Private
+from curvedp.train.probing import choose_labels, choose_probe
 from curvedp.train.settings import PrivacySettings
+from curvedp.train.whitened import CurvatureSource, FixedWhitener, WhitenerSource
 
 __all__ = ["make_private"]
 
@@ -40,6 +43,8 @@ def make_private(
     examples_per_person: int | None = None,
     run_dir: str | Path | None = None,
     journal: bool = True,
+    probes: Probe | None = None,
+    labels: LabelRule | None = None,
     synthetic: Synthesiser | None = None,
     seed: int | None = None,
     unsafe_reproducible_noise: int | None = None,
@@ -73,6 +78,9 @@ def make_private(
         journal: keep every release in the run folder until the next checkpoint, so that
             a crash loses no step that was paid for. It writes as many bytes a step as
             the model has; without it, steps since the last checkpoint are paid again.
+        probes: where a recipe that whitens looks for curvature, in the place of
+            synthetic inputs of the data's shape: a :class:`curvedp.probes.Probe`.
+        labels: label rule of the probes, where the loss does not say it.
         synthetic: makes synthetic batches for the attach-time check, where shapes and
             dtypes of the data are not enough to make up valid inputs.
         seed: of the public random streams.
@@ -82,7 +90,8 @@ def make_private(
             ``noise_multiplier``; ``delta``; ``batch_size`` and ``epochs``, or
             ``sample_rate``, ``steps`` and ``expected_batch_size``; ``relation``;
             ``accountant``; ``allow_large_delta``; ``secure``. The recipe's
-            ``clip_norm`` and ``clipping`` are taken too.
+            ``clip_norm``, ``clipping`` and, where it whitens, ``mode`` and the settings
+            of :class:`curvedp.recipes.Curvature` are taken too.
 
     Guarantees:
         After any number of the loop's steps, the parameters are (epsilon, delta)-DP
@@ -95,8 +104,9 @@ def make_private(
             "train without make_private, or choose a private recipe",
         )
     refuse_processes()
-    own = {name: settings.pop(name, None) for name in ("clip_norm", "clipping")}
-    chosen = chosen.configure(**own)
+    inner = [] if chosen.curvature is None else chosen.curvature.setting_names()
+    names = ["clip_norm", "clipping", "mode", *inner]
+    chosen = chosen.configure(**{name: settings.pop(name, None) for name in names})
     plan_settings = PrivacySettings.of(settings)
     slots = examples_per_person
     group = _people(people, slots)
@@ -105,11 +115,26 @@ def make_private(
     streams = plan.streams(seed, unsafe_reproducible_noise=unsafe_reproducible_noise)
     checked_loss = None if loss is None else per_example_loss(loss)
     device = next(model.parameters()).device
+    template = None
     if synthetic is None:
         template = source.template(device, with_targets=checked_loss is not None)
         synthetic = synthesiser_like(template, model)
     coverage = cover(model, synthetic, checked_loss)
     check_optimizer(model, optimizer)
+    curvature = chosen.curvature
+    whiteners: WhitenerSource = FixedWhitener()
+    if curvature is not None:
+        probe = choose_probe(curvature, probes, template, model, source.dataset)
+        step_length = optimizer.param_groups[0]["lr"] * plan.clipping.bound
+        whiteners = CurvatureSource(
+            model,
+            coverage,
+            _required(checked_loss, chosen),
+            curvature.estimate(probe, choose_labels(curvature, labels, loss)),
+            curvature.whitening(plan.sampling.steps, step_length),
+            curvature.schedule(),
+            streams,
+        )
     # The folder is touched last: nothing is left behind by what was refused above.
     folder = None if run_dir is None else Path(run_dir)
     ledger = open_ledger(
@@ -118,6 +143,7 @@ def make_private(
         recipe=chosen.name,
         optimiser=type(optimizer).__name__,
         unsafe=streams.is_unsafe,
+        oracle=not whiteners.provenance.is_public,
     )
     try:
         loader = source.loader(
@@ -132,12 +158,13 @@ def make_private(
             optimizer=optimizer,
             plan=plan,
             coverage=coverage,
-            whitener=chosen.whitener(),
+            whiteners=whiteners,
             chain=chosen.chain,
             streams=streams,
             ledger=ledger,
             loader=loader,
             journal=Journal(folder / "journal", ledger) if folder and journal else None,
+            back_map="none" if curvature is None else curvature.back_map,
         )
         return Private(
             engine,
@@ -149,6 +176,16 @@ def make_private(
     except BaseException:
         ledger.close()  # or the folder stays locked as long as this process lives
         raise
+
+
+def _required(loss: PerExampleLoss | None, recipe: Recipe) -> PerExampleLoss:
+    if loss is None:
+        raise ConfigurationError(
+            f"the recipe {recipe.name!r} finds curvature with the loss, and "
+            "make_private was given none",
+            "pass loss=..., and use private.loss in the loop",
+        )
+    return loss
 
 
 def _people(ids: Sequence[Hashable] | None, slots: int | None) -> People | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ from curvedp.train.guard import (
     refuse_processes,
 )
 from curvedp.train.journal import Journal
-from curvedp.update import Chain, apply_release
-from curvedp.whitening import Whitener
+from curvedp.train.whitened import WhitenerSource
+from curvedp.update import Chain, apply_release, read_out
 
 __all__ = ["Engine"]
 
@@ -59,7 +60,8 @@ class Engine:
         optimizer: the torch optimiser that moves it.
         plan: sampling, clipping, noise and accounting.
         coverage: verified sites of the model.
-        whitener: the map before clipping.
+        whiteners: gives the map before clipping, at each step.
+        back_map: how a release leaves the whitener's coordinates.
         chain: transforms on the released mean gradient.
         streams: all randomness.
         ledger: where steps are paid.
@@ -78,12 +80,13 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         plan: Plan,
         coverage: Coverage,
-        whitener: Whitener,
+        whiteners: WhitenerSource,
         chain: Chain,
         streams: RandomStreams,
         ledger: Ledger | MemoryLedger,
         loader: PhysicalLoader,
         journal: Journal | None = None,
+        back_map: str = "none",
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -94,7 +97,8 @@ class Engine:
         self.physical_batch_size = loader.physical_batch_size
         self.step = 0
         self._coverage = coverage
-        self._whitener = whitener
+        self.whiteners = whiteners
+        self._back_map = back_map
         self._chain = chain
         self._loader = loader
         self._mechanism = plan.mechanism()
@@ -206,7 +210,7 @@ class Engine:
         part = clipped_sum(
             recording.layer_ios(),
             self._rule(),
-            self._whitener,
+            self.whiteners.at(batch.step),
             parameters=self.parameters,
             present=batch.present,
             step=batch.step,
@@ -244,6 +248,11 @@ class Engine:
             rule=self._rule(),
             chain=self._chain,
             state=self.chain_state,
+            back=partial(
+                read_out,
+                whitener=self.whiteners.at(release.step),
+                back_map=self._back_map,
+            ),
         )
         self.step = release.step + 1
 

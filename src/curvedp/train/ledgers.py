@@ -20,8 +20,20 @@ __all__ = ["WHEN_UNSAID", "note_lost_releases", "open_ledger"]
 WHEN_UNSAID = {"noise_source": DEFAULT_NOISE_SOURCE}
 
 
+#: In the ledger of a run whose curvature comes from private data.
+ORACLE_NOTE = (
+    "oracle: curvature was taken from the private data without noise; no epsilon holds"
+)
+
+
 def open_ledger(
-    run_dir: Path | None, plan: Plan, *, recipe: str, optimiser: str, unsafe: bool
+    run_dir: Path | None,
+    plan: Plan,
+    *,
+    recipe: str,
+    optimiser: str,
+    unsafe: bool,
+    oracle: bool = False,
 ) -> Ledger | MemoryLedger:
     """The run folder's ledger, made or reopened, or one in memory.
 
@@ -34,6 +46,8 @@ def open_ledger(
             "unsafe_reproducible_noise: whoever knows the seed can recompute noise and "
             "sampling; there is no guarantee"
         )
+    if oracle:
+        notes.append(ORACLE_NOTE)
     header = LedgerHeader(
         run_id=uuid.uuid4().hex,
         relation=plan.relation,
@@ -65,8 +79,10 @@ def open_ledger(
         check_ledger(record, witnesses(run_dir))
 
     ledger = Ledger.open(path, check)
-    if unsafe and not any("unsafe_reproducible_noise" in n for n in ledger.notes()):
-        ledger.note(notes[0])
+    known = {note.partition(":")[0] for note in ledger.notes()}
+    for note in notes:
+        if note.partition(":")[0] not in known:
+            ledger.note(note)
     return ledger
 
 

@@ -25,7 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from curvedp.accounting import MemoryLedger
-from curvedp.errors import CheckpointError, ConfigurationError, LoopError
+from curvedp.errors import (
+    CheckpointError,
+    ConfigurationError,
+    LoopError,
+    NotPrivateError,
+)
 from curvedp.layers import PerExampleLoss
 from curvedp.plan import Plan
 from curvedp.recipes import Recipe
@@ -192,7 +197,16 @@ class Private:
         return self._engine.step
 
     def epsilon(self) -> float:
-        """Epsilon of what was paid so far; the planned one is ``plan.epsilon()``."""
+        """Epsilon of what was paid so far; the planned one is ``plan.epsilon()``.
+
+        Raises:
+            NotPrivateError: curvature was taken from private data; nothing holds then.
+        """
+        if self._oracle:
+            raise NotPrivateError(
+                "this run takes curvature from the private data, so no epsilon holds",
+                'use probe="synthetic" or public data for a run with a guarantee',
+            )
         ledger = self._engine.ledger
         return ledger.epsilon() if ledger.count() else 0.0
 
@@ -207,7 +221,12 @@ class Private:
             self._engine.ledger,
             unsafe=self._engine.streams.is_unsafe,
             trusted_loss=self._loss is None,
+            oracle=self._oracle,
         )
+
+    @property
+    def _oracle(self) -> bool:
+        return not self._engine.whiteners.provenance.is_public
 
     def note(self, text: str) -> None:
         """Put a remark into the ledger and thereby into every statement."""
@@ -299,6 +318,7 @@ class Private:
             "optimizer": self._engine.optimizer.state_dict(),
             "chain": self._engine.chain_state,
             "threshold": self._engine.threshold,
+            "whiteners": self._engine.whiteners.state(),
         }
 
     def _load(self, state: dict[str, Any], model: dict[str, Tensor]) -> None:
@@ -313,13 +333,19 @@ class Private:
         self._engine.chain_state = state["chain"]
         self._engine.threshold = state["threshold"]
         self._engine.step = state["step"]
+        self._engine.whiteners.load(state.get("whiteners", {}))
 
     def _facts(self) -> dict[str, Any]:
         return {
             **self.plan.facts(),
             "recipe": self._recipe.name,
+            **self._curvature_facts(),
             "optimiser": type(self._engine.optimizer).__name__,
         }
+
+    def _curvature_facts(self) -> dict[str, Any]:
+        curvature = self._recipe.curvature
+        return {} if curvature is None else {"curvature": curvature.facts()}
 
     def _check_facts(self, stored: dict[str, Any], what: str) -> None:
         for name, value in self._facts().items():

@@ -55,7 +55,12 @@ class Statement:
 
 
 def make_statement(
-    plan: Plan, ledger: LedgerRecord, *, unsafe: bool, trusted_loss: bool
+    plan: Plan,
+    ledger: LedgerRecord,
+    *,
+    unsafe: bool,
+    trusted_loss: bool,
+    oracle: bool = False,
 ) -> Statement:
     """The statement of a run as it stands.
 
@@ -116,12 +121,18 @@ def make_statement(
             "guarantee",
             f"none (it would be epsilon {_text(planned)} with secret noise)",
         )
+    if oracle:
+        planned = spent = None
+        title = "NO PRIVACY GUARANTEE: curvature was taken from the private data"
+        lines[0] = ("guarantee", "none: the oracle is for research")
+        lines[1] = ("steps", f"{ledger.count()} of {sampling.steps}")
     for note in ledger.notes():
         lines.append(("note", note))
     facts = {
         **plan.facts(),
         "noise_source": _noise_source(plan, unsafe),
-        "private": not unsafe and (planned is None or math.isfinite(planned)),
+        "private": not (unsafe or oracle)
+        and (planned is None or math.isfinite(planned)),
         "epsilon": _number(planned),
         "epsilon_spent": _number(spent),
         "steps_paid": ledger.count(),

@@ -25,6 +25,7 @@ from curvedp.errors import ConfigurationError
 from curvedp.layers import as_call
 from curvedp.noise import RandomStreams, Stream
 from curvedp.plan import SamplingPlan
+from curvedp.probes import LabelRule, Probe
 from curvedp.recipes import Recipe, get_recipe
 from curvedp.sampling import PhysicalLoader, PoissonSampler
 from curvedp.train.attach import make_private
@@ -86,6 +87,9 @@ class Trainer:
         people: for every example, whose it is, if the person is the unit.
         examples_per_person: declared number of examples of a person in a step.
         loader_options: further ``DataLoader`` arguments.
+        probes: where a recipe that whitens looks for curvature; see
+            :func:`curvedp.make_private`.
+        labels: label rule of the probes, where the loss does not say it.
         **settings: privacy settings, as for :func:`curvedp.make_private`.
     """
 
@@ -108,12 +112,17 @@ class Trainer:
         people: Sequence[Hashable] | None = None,
         examples_per_person: int | None = None,
         loader_options: Mapping[str, Any] | None = None,
+        probes: Probe | None = None,
+        labels: LabelRule | None = None,
         **settings: Any,
     ) -> None:
-        own = {n: settings.pop(n) for n in Recipe.setting_names() if n in settings}
+        names = ["mode", *get_recipe(recipe).setting_names()]
+        own = {n: settings.pop(n) for n in names if n in settings}
         self.model = model
         self.recipe = get_recipe(recipe).configure(**own)
         self._loss = per_example_loss(loss)
+        self._given_loss = loss
+        self._probes, self._labels = probes, labels
         self._settings = PrivacySettings.of(settings)
         self._given = settings
         self._run_dir = None if run_dir is None else Path(run_dir)
@@ -191,7 +200,9 @@ class Trainer:
             optimiser,
             dataset,
             recipe=self.recipe,
-            loss=self._loss,
+            loss=self._given_loss,
+            probes=self._probes,
+            labels=self._labels,
             physical_batch_size=self._physical,
             run_dir=self._run_dir,
             journal=self._journal,

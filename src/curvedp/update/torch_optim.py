@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +25,16 @@ def apply_release(
     rule: ClippingRule,
     chain: Chain,
     state: list[Any],
+    back: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda values: (
+        values
+    ),
 ) -> tuple[list[Any], float | None]:
     """One optimiser step on ``release / B``; the transforms' state, the next threshold.
 
     ``B`` is the *declared* expected batch size: the size that was drawn is private.
     Deterministic given its arguments, so replaying a stored release after a crash gives
-    the same parameters to the bit.
+    the same parameters to the bit. ``back`` leads from the release's frame to the
+    parameters' own coordinates.
     """
     values, threshold = rule.read(release.values, expected_batch_size)
     if values.keys() != parameters.keys():
@@ -38,7 +42,7 @@ def apply_release(
     mean: Mapping[str, Tensor] = {
         name: value / expected_batch_size for name, value in values.items()
     }
-    mean, state = chain.update(mean, state)
+    mean, state = chain.update(back(mean), state)
     for name, parameter in parameters.items():
         parameter.grad = mean[name].to(parameter.device, parameter.dtype)
     optimizer.step()

@@ -1,0 +1,136 @@
+"""From a probe to ``Factors``: forward, draw labels, backward, add up. No private data.
+
+The model runs as it trains (same mode, same rules for its layers), on probe inputs that
+are drawn from a public stream, with labels from a rule. One backward pass of the summed
+per-example losses gives every layer's inputs and output gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from curvedp.curvature.factors import SHARING, Factor, Factors, factors_of
+from curvedp.errors import ConfigurationError
+from curvedp.layers import Recording, as_call
+from curvedp.layers.covered import Covered
+from curvedp.layers.precision import exact
+from curvedp.probes import LabelRule, Probe, draw
+
+__all__ = ["Estimate", "PerExampleLoss", "estimate"]
+
+#: ``(output, targets) -> [B]``.
+PerExampleLoss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How factors are estimated. All of it is declared before the run.
+
+    Attributes:
+        probe: gives inputs.
+        labels: gives targets from the model's outputs.
+        size: examples of a probe batch.
+        batches: how many of them.
+        sharing: "expand" or "reduce", for weights that positions share.
+        mean_loss: differentiate the mean loss of a probe batch, as DP-KFC's public code
+            does: G shrinks by size^2. For reproduction only.
+    """
+
+    probe: Probe
+    labels: LabelRule
+    size: int = 256
+    batches: int = 4
+    sharing: str = "expand"
+    mean_loss: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.batches < 1:
+            raise ConfigurationError(
+                f"a probe needs at least one example, not {self.batches} batches of "
+                f"{self.size}",
+                "set probe_size and probe_batches to 1 or more",
+            )
+        if self.sharing not in SHARING:
+            raise ConfigurationError(
+                f"unknown sharing {self.sharing!r}",
+                f"choose one of: {', '.join(SHARING)}",
+            )
+
+
+def estimate(
+    model: nn.Module,
+    covered: Sequence[Covered],
+    how: Estimate,
+    loss: PerExampleLoss,
+    generator: torch.Generator,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> Factors:
+    """Factors of every layer at the model's present, released parameters.
+
+    Args:
+        model: left as it was.
+        covered: its verified sites.
+        how: probe, labels, and how many.
+        loss: per-example loss.
+        generator: a CPU generator of the public probe stream.
+        parameters: values in the place of the model's own.
+    """
+    total: Factors | None = None
+    for _ in range(how.batches):
+        layers = _one_batch(model, covered, how, loss, generator, parameters)
+        part = Factors(layers, how.probe.provenance)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _one_batch(
+    model: nn.Module,
+    covered: Sequence[Covered],
+    how: Estimate,
+    loss: PerExampleLoss,
+    generator: torch.Generator,
+    parameters: Mapping[str, Tensor] | None,
+) -> dict[str, Factor]:
+    device = next(model.parameters()).device
+    drawn = draw(how.probe, how.labels, how.size, generator)
+    inputs = tree_map(lambda x: _placed(x, model, device), drawn.inputs)
+    recording = Recording(model, covered, how.size, keep_inputs=True)
+    seed = int(torch.randint(2**31, (1,), generator=generator))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)  # dropout of a probe is a public draw as well
+        with torch.enable_grad():
+            output = recording.forward(*as_call(inputs), parameters)
+            targets = tree_map(
+                lambda x: _placed(x, model, device), drawn.targets(output)
+            )
+            losses = loss(output, targets)
+    _check_losses(losses, how.size)
+    torch.autograd.backward(losses.sum() * (1 / how.size if how.mean_loss else 1.0))
+    found: dict[str, Factor] = {}
+    with exact(device):
+        for io in recording.layer_ios():
+            found |= factors_of(io, how.sharing)
+    return found
+
+
+def _placed(x: Any, model: nn.Module, device: torch.device) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    dtype = next(model.parameters()).dtype if x.is_floating_point() else x.dtype
+    return x.to(device, dtype)
+
+
+def _check_losses(losses: Tensor, size: int) -> None:
+    if losses.shape != (size,):
+        raise ConfigurationError(
+            f"the loss gives {tuple(losses.shape)} for a probe of {size} examples; it "
+            f"has to give one number for each",
+            "use a loss without reduction, or one that curvedp knows by name",
+        )

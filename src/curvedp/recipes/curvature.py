@@ -1,0 +1,155 @@
+"""Settings of recipes that whiten: probe, map, back-map, refresh. All are declared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from curvedp.curvature import Estimate, Refresh
+from curvedp.errors import ConfigurationError
+from curvedp.probes import LabelRule, Probe
+from curvedp.whitening import (
+    Damping,
+    FloorSchedule,
+    JointWhitening,
+    KroneckerWhitening,
+)
+
+__all__ = ["BACK_MAPS", "Curvature"]
+
+BACK_MAPS = ("none", "natural", "inverse")
+PROBES = ("synthetic", "public", "oracle")
+LABELS = ("model", "uniform", "own")
+CLAMPS = ("off", "matched", "printed", "none")
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """How gradients are reshaped before they are clipped.
+
+    Attributes:
+        probe: "synthetic" noise of the inputs' shape, "public" data that the caller
+            gives, or "oracle": the private data itself, for research. A run with an
+            oracle has no guarantee and says so.
+        labels: "model" (drawn from its predictions), "uniform", or "own" (of public
+            data).
+        spectral_power: of synthetic images.
+        probe_size: examples of a probe batch.
+        probe_batches: how many of them.
+        refresh: steps between two estimates; 0 keeps the first one.
+        decay: weight of the past in a moving average of factors.
+        sharing: "expand" or "reduce".
+        side: "a", "g" or "both".
+        exponent: p of the root; 1/2 whitens.
+        damping: relative to the mean eigenvalue.
+        rank: eigenpairs kept; 0 keeps all.
+        product: whiten channels and kernel places of a convolution apart.
+        match_scale: keep the mean squared norm of probe gradients layer by layer.
+        back_map: what the noisy sum goes through: "none", "natural" (the adjoint) or
+            "inverse".
+        clamp: "off" for a Kronecker map; otherwise DP-NGD's joint map with the floor
+            "matched", as "printed", or "none".
+        plain_step: ``eta_sgd C_sgd`` that the floor of a clamp is matched to.
+        floor_base: share of the floor on the schedule's plateau; 1 is a fixed floor.
+        absolute_damping: take the damping as it is; for reproduction.
+        mean_loss: probe with the mean loss; for reproduction.
+        leave_out: layers that stay unwhitened, separated by commas.
+    """
+
+    probe: str = "synthetic"
+    labels: str = "model"
+    spectral_power: float = 3.0
+    probe_size: int = 256
+    probe_batches: int = 4
+    refresh: int = 100
+    decay: float = 0.0
+    sharing: str = "expand"
+    side: str = "a"
+    exponent: float = 0.5
+    damping: float = 0.05
+    rank: int = 32
+    product: bool = False
+    match_scale: bool = False
+    back_map: str = "none"
+    clamp: str = "off"
+    plain_step: float = 2.0
+    floor_base: float = 0.01
+    absolute_damping: bool = False
+    mean_loss: bool = False
+    leave_out: str = ""
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("probe", PROBES),
+            ("labels", LABELS),
+            ("back_map", BACK_MAPS),
+            ("clamp", CLAMPS),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigurationError(
+                    f"unknown {name} {getattr(self, name)!r}",
+                    f"choose one of: {', '.join(known)}",
+                )
+        self.schedule()
+        self.whitening(steps=1, step_length=1.0)
+
+    @staticmethod
+    def setting_names() -> list[str]:
+        """What a user may set."""
+        return [f.name for f in fields(Curvature)]
+
+    def facts(self) -> dict[str, Any]:
+        """All settings as JSON values."""
+        return {name: getattr(self, name) for name in self.setting_names()}
+
+    def schedule(self) -> Refresh:
+        """When factors are estimated."""
+        if self.refresh < 0:
+            raise ConfigurationError(
+                f"refresh must be at least 0, not {self.refresh!r}",
+                "give a number of steps, or 0 for a whitener that never changes",
+            )
+        return Refresh(self.refresh or None, self.decay)
+
+    def estimate(self, probe: Probe, labels: LabelRule) -> Estimate:
+        """How they are estimated, with these inputs and labels."""
+        return Estimate(
+            probe,
+            labels,
+            self.probe_size,
+            self.probe_batches,
+            self.sharing,
+            self.mean_loss,
+        )
+
+    def whitening(
+        self, steps: int, step_length: float
+    ) -> KroneckerWhitening | JointWhitening:
+        """How a map is made of factors.
+
+        Args:
+            steps: of the run, for the schedule of a clamp's floor.
+            step_length: ``eta C`` of this recipe, which a clamp bounds.
+        """
+        if self.clamp == "off":
+            return KroneckerWhitening(
+                side=self.side,
+                exponent=self.exponent,
+                damping=Damping(self.damping, relative=not self.absolute_damping),
+                rank=self.rank or None,
+                product=self.product,
+                match_scale=self.match_scale,
+                leave_out=tuple(n.strip() for n in self.leave_out.split(",") if n),
+            )
+        if not self.plain_step > 0:
+            raise ConfigurationError(
+                f"plain_step must be positive, not {self.plain_step!r}",
+                "it is learning rate times clip norm of plain DP-SGD",
+            )
+        schedule = FloorSchedule(steps, base=self.floor_base)
+        return JointWhitening(
+            step_length / self.plain_step,
+            matched=self.clamp == "matched",
+            share=schedule.share,
+            clamp=self.clamp != "none",
+        )

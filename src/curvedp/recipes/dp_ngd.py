@@ -1,0 +1,27 @@
+"""DP-NGD: clip in the space that the natural gradient whitens, and map back.
+
+``theta <- theta - lr / B P (sum_i clip_C(P g_i) + N(0, (s C)^2 I))``, ``P = F^-1/2`` of
+a Kronecker-factored Fisher matrix whose eigenvalues are clamped from below, so that
+noise in flat directions moves the parameters no further than a plain step would.
+
+Following DP-NGD (see ``docs/theory.md`` for what differs and why): factors from public
+data or synthetic probes, C = 10, a floor that falls, rests and rises again (eq. 18).
+"""
+
+from curvedp.recipes.base import Recipe
+from curvedp.recipes.curvature import Curvature
+
+__all__ = ["RECIPE"]
+
+RECIPE = Recipe(
+    name="dp-ngd",
+    summary="natural gradient: clip in whitened space, clamped curvature, map back",
+    optimiser="sgd",
+    learning_rate=0.1,
+    momentum=0.0,
+    clipping="flat",
+    clip_norm=10.0,
+    curvature=Curvature(
+        side="both", rank=0, clamp="matched", back_map="natural", refresh=8
+    ),
+)

@@ -1,0 +1,119 @@
+"""The probe and the labels of a recipe that whitens, where the user names none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvedp.barrier import Provenance
+from curvedp.errors import ConfigurationError
+from curvedp.layers import Batch
+from curvedp.probes import (
+    JSON,
+    FeatureProbe,
+    ImageProbe,
+    LabelRule,
+    NormalColumn,
+    OracleProbe,
+    OwnLabels,
+    Probe,
+    TokenProbe,
+    TokenSpec,
+    UniformLabels,
+    labels_for,
+)
+from curvedp.recipes import Curvature
+
+__all__ = ["choose_labels", "choose_probe"]
+
+
+@dataclass(frozen=True)
+class _Signals:
+    """Signals ``[B, C, T]`` as images of height 1."""
+
+    images: ImageProbe
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.images.provenance
+
+    def inputs(self, size: int, generator: torch.Generator) -> Tensor:
+        return self.images.inputs(size, generator).squeeze(2)
+
+    def describe(self) -> dict[str, JSON]:
+        return self.images.describe()
+
+
+def choose_probe(
+    curvature: Curvature,
+    given: Probe | None,
+    template: Batch | None,
+    model: nn.Module,
+    private_data: Any,
+) -> Probe:
+    """The probe that the recipe asks for.
+
+    Args:
+        curvature: the recipe's settings.
+        given: by the user, or None.
+        template: a batch of zeros in the inputs' shapes, or None if it is not known.
+        model: its embedding tables say how many tokens there are.
+        private_data: what an oracle looks at.
+    """
+    if curvature.probe == "oracle":
+        return given or OracleProbe(private_data)
+    if given is not None:
+        if not given.provenance.is_public:
+            raise ConfigurationError(
+                "the probe looks at private data, and the recipe's probe is "
+                f"{curvature.probe!r}",
+                'say probe="oracle": the run then has no guarantee and says so',
+            )
+        return given
+    if curvature.probe == "public":
+        raise ConfigurationError(
+            "the recipe's probe is 'public', and no public data was given",
+            "pass probes=PublicProbe(dataset) with a dataset that is declared public",
+        )
+    inputs = None if template is None else template.inputs
+    probe = _synthetic(inputs, curvature, model) if isinstance(inputs, Tensor) else None
+    if probe is None:
+        raise ConfigurationError(
+            "there is no synthetic probe for inputs of this form",
+            "pass probes=, such as curvedp.probes.TokenProbe for tokens with masks",
+        )
+    return probe
+
+
+def _synthetic(x: Tensor, curvature: Curvature, model: nn.Module) -> Probe | None:
+    shape = tuple(x.shape[1:])
+    if not x.is_floating_point():
+        tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+        if not tables or len(shape) != 1:
+            return None
+        spec = TokenSpec(min(t.num_embeddings for t in tables))
+        return TokenProbe(spec, (shape[0], shape[0]), as_mapping=False)
+    power = curvature.spectral_power
+    if len(shape) == 3:
+        if curvature.mean_loss:  # the reproduction of the public code
+            return ImageProbe.official(shape)
+        return ImageProbe(shape, power)
+    if len(shape) == 2:
+        return _Signals(ImageProbe((shape[0], 1, shape[1]), power))
+    if len(shape) == 1:
+        return FeatureProbe(tuple(NormalColumn() for _ in range(shape[0])))
+    return None
+
+
+def choose_labels(
+    curvature: Curvature, given: LabelRule | None, loss: Any
+) -> LabelRule:
+    """The label rule that the recipe asks for."""
+    if given is not None:
+        return given
+    if curvature.labels == "uniform":
+        return UniformLabels()
+    return OwnLabels() if curvature.labels == "own" else labels_for(loss)

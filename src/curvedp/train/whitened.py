@@ -1,0 +1,179 @@
+"""Who gives the engine its whitener: the identity, or curvature at declared steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from curvedp.barrier import Provenance
+from curvedp.curvature import (
+    Estimate,
+    Factors,
+    Refresh,
+    estimate,
+    factors_from_state,
+    factors_state,
+)
+from curvedp.errors import CheckpointError
+from curvedp.layers import Coverage, PerExampleLoss
+from curvedp.noise import RandomStreams, Stream
+from curvedp.whitening import (
+    IdentityWhitener,
+    JointWhitening,
+    KroneckerWhitening,
+    Whitener,
+)
+
+__all__ = ["CurvatureSource", "FixedWhitener", "WhitenerSource"]
+
+
+class WhitenerSource(Protocol):
+    """Gives the whitener of a step from public and released values alone."""
+
+    @property
+    def provenance(self) -> Provenance:
+        """Of all that its whiteners are made from."""
+
+    def at(self, step: int) -> Whitener:
+        """The whitener of a step; the model has the parameters of that step."""
+
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on, for a checkpoint. Public."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a stored state."""
+
+
+class FixedWhitener:
+    """The same map at every step."""
+
+    def __init__(self, whitener: Whitener | None = None) -> None:
+        self._whitener = whitener or IdentityWhitener()
+
+    @property
+    def provenance(self) -> Provenance:
+        return Provenance.SYNTHETIC
+
+    def at(self, step: int) -> Whitener:
+        return self._whitener
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class CurvatureSource:
+    """Estimates curvature at declared steps and keeps the map until the next one.
+
+    A map is a function of the parameters at its refresh (released), of the step and of
+    the public probe stream. So a checkpoint holds those parameters, and the map is made
+    again from them when a run is resumed. Of a moving average it holds the factors.
+
+    Args:
+        model: as it is at each step.
+        coverage: its verified sites.
+        loss: per-example loss, for the probes too.
+        how: probe, labels and how many.
+        whitening: from factors to a map.
+        refresh: when.
+        streams: the public probe stream is in them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        coverage: Coverage,
+        loss: PerExampleLoss,
+        how: Estimate,
+        whitening: KroneckerWhitening | JointWhitening,
+        refresh: Refresh,
+        streams: RandomStreams,
+    ) -> None:
+        self._model = model
+        self._coverage = coverage
+        self._loss = loss
+        self._how = how
+        self._whitening = whitening
+        self._refresh = refresh
+        self._streams = streams
+        self._made_at: int | None = None
+        self._whitener: Whitener = IdentityWhitener()
+        self._made_with: dict[str, Tensor] = {}
+        self._factors: Factors | None = None
+
+    @property
+    def provenance(self) -> Provenance:
+        return self._how.probe.provenance
+
+    def at(self, step: int) -> Whitener:
+        due = self._refresh.last_due(step)
+        if self._made_at != due:
+            if due != step:
+                raise CheckpointError(
+                    f"the whitener of step {step} was made at step {due}, and the "
+                    "parameters of that step are not in the stored state",
+                    "resume from a checkpoint that this recipe has written",
+                )
+            self._make(due, self._parameters())
+        return self._whitener
+
+    def _parameters(self) -> dict[str, Tensor]:
+        named = dict(self._model.named_parameters())
+        return {n: named[n].detach().clone() for n in self._coverage.parameters}
+
+    def _make(self, step: int, parameters: Mapping[str, Tensor]) -> None:
+        factors = estimate(
+            self._model,
+            self._coverage.covered,
+            self._how,
+            self._loss,
+            self._generator(step),
+            parameters,
+        )
+        decay = self._refresh.decay
+        if decay and self._factors is not None:
+            factors = self._factors.scaled(decay) + factors.scaled(1 - decay)
+        self._build(step, factors, parameters)
+
+    def _build(
+        self, step: int, factors: Factors, parameters: Mapping[str, Tensor]
+    ) -> None:
+        self._whitener = self._whitening.build(factors, parameters, step)
+        self._made_at = step
+        averaged = self._refresh.decay > 0
+        self._factors = factors if averaged else None
+        self._made_with = {} if averaged else dict(parameters)
+
+    def _generator(self, step: int) -> torch.Generator:
+        seed = self._streams.torch_seed(Stream.PROBE, step)
+        return torch.Generator().manual_seed(seed % 2**63)
+
+    def state(self) -> dict[str, Any]:
+        if self._made_at is None:
+            return {}
+        state: dict[str, Any] = {"step": self._made_at}
+        if self._factors is not None:
+            return state | {"factors": factors_state(self._factors)}
+        return state | {"parameters": self._made_with}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._made_at, self._factors = None, None
+        if not state:
+            return
+        device = next(self._model.parameters()).device
+        placed = tree_map(lambda x: _on(x, device), state)
+        if "factors" in placed:
+            factors = factors_from_state(placed["factors"])
+            self._build(placed["step"], factors, self._parameters())
+        else:
+            self._make(placed["step"], placed["parameters"])
+
+
+def _on(x: Any, device: torch.device) -> Any:
+    return x.to(device) if isinstance(x, Tensor) else x

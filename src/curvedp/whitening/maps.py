@@ -1,0 +1,259 @@
+r"""Maps of one layer: how its gradient is reshaped before it is clipped.
+
+A dense layer's gradient is a matrix ``g [G, r, p]``, its bias the last column. The
+Kronecker map is ``P g = s L g R`` with roots ``L [r, r]`` of the output gradients and
+``R [p, p]`` of the inputs. Norms are those of the mapped gradient itself:
+
+- gradients written down: mapped, and measured;
+- inputs and output gradients: mapped (``a R``, ``d L``) before they are multiplied
+  where that is cheaper (a root of T rows instead of r or p), otherwise after.
+
+All of it happens in float64 where the device is not much slower at that. Elsewhere the
+norm is raised by what float32 and the root's condition can hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from curvedp.layers.dense import DenseIO, NormMethod, choose_method, outer_sq_norms
+from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO
+from curvedp.layers.lookup import LookupIO
+from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype, square_dtype
+from curvedp.whitening.roots import DiagonalRoot, Root
+
+__all__ = ["DenseMap", "DiagonalMap", "IdentityMap", "KroneckerMap", "LayerMap"]
+
+Values = Mapping[str, Tensor]
+
+
+class LayerMap(Protocol):
+    """An invertible linear map on the gradients of one layer."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameters that it maps."""
+
+    def sq_norms(self, io: LayerIO) -> Tensor:
+        """``||P g_i||^2``, ``[B]``, float64."""
+
+    def apply(self, values: Values) -> dict[str, Tensor]:
+        """``P u``."""
+
+    def adjoint(self, values: Values) -> dict[str, Tensor]:
+        """``P^T v``."""
+
+    def inverse(self, values: Values) -> dict[str, Tensor]:
+        """``P^-1 v``."""
+
+    def tensors(self) -> dict[str, Any]:
+        """All that it consists of."""
+
+
+@dataclass(frozen=True)
+class IdentityMap:
+    """Leaves parameters as they are: tied ones, and layers that a user leaves out."""
+
+    names: tuple[str, ...]
+
+    def sq_norms(self, io: LayerIO) -> Tensor:
+        return io.sq_norms()
+
+    def apply(self, values: Values) -> dict[str, Tensor]:
+        return {name: values[name] for name in self.names}
+
+    adjoint = apply
+    inverse = apply
+
+    def tensors(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class DiagonalMap:
+    """A positive number for each coordinate.
+
+    Attributes:
+        scales: by parameter name, in the parameter's shape.
+    """
+
+    scales: Mapping[str, Tensor]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.scales)
+
+    def sq_norms(self, io: LayerIO) -> Tensor:
+        grads = {
+            n: g.to(norm_dtype(g)) * self.scales[n].to(norm_dtype(g))
+            for n, g in io.per_example().items()
+        }
+        return DirectIO(io.name, grads).sq_norms()
+
+    def apply(self, values: Values) -> dict[str, Tensor]:
+        return {n: _as(values[n], _wide(values[n]) * s) for n, s in self._scales()}
+
+    adjoint = apply
+
+    def inverse(self, values: Values) -> dict[str, Tensor]:
+        return {n: _as(values[n], _wide(values[n]) / s) for n, s in self._scales()}
+
+    def _scales(self) -> list[tuple[str, Tensor]]:
+        return list(self.scales.items())
+
+    def tensors(self) -> dict[str, Any]:
+        return dict(self.scales)
+
+
+@dataclass(frozen=True)
+class DenseMap:
+    """What maps of a matrix ``[G, r, p]`` have in common.
+
+    Attributes:
+        weight: name of the weight.
+        bias: name of the bias, which is the last column; None without one.
+        shape: of the weight; ``[G, r, p]`` reshapes to it.
+        groups: G.
+    """
+
+    weight: str
+    bias: str | None
+    shape: torch.Size
+    groups: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def matrix(self, values: Values) -> Tensor:
+        """``[..., G, r, p (+ 1)]`` of values with any leading dimensions."""
+        weight = values[self.weight]
+        lead = weight.shape[: weight.dim() - len(self.shape)]
+        rows = self.shape[0] // self.groups
+        m = weight.reshape(*lead, self.groups, rows, -1)
+        if self.bias is None:
+            return m
+        bias = values[self.bias].reshape(*lead, self.groups, rows, 1)
+        return torch.cat([m, bias.to(m.dtype)], -1)
+
+    def values(self, m: Tensor, like: Values) -> dict[str, Tensor]:
+        """The inverse of :meth:`matrix`, in the dtypes of ``like``."""
+        weight = m if self.bias is None else m[..., :-1]
+        found = {self.weight: _as(like[self.weight], weight.reshape(self.shape))}
+        if self.bias is not None:
+            found[self.bias] = _as(like[self.bias], m[..., -1].flatten())
+        return found
+
+
+@dataclass(frozen=True)
+class KroneckerMap(DenseMap):
+    """``P g = scale * left g right``.
+
+    Attributes:
+        left: root over the outputs r.
+        right: root over the inputs p, bias included.
+        scale: of the whole map.
+    """
+
+    left: Root
+    right: Root
+    scale: float = 1.0
+
+    def sq_norms(self, io: LayerIO) -> Tensor:
+        squares = self._sq_norms(io) * self.scale**2
+        return squares * _raised(io, self.left, self.right)
+
+    def _sq_norms(self, io: LayerIO) -> Tensor:
+        if isinstance(io, DenseIO):
+            parts = [self._of_rows(io, *item) for item in io.chunks()]
+            return torch.cat(parts)
+        if isinstance(io, LookupIO):
+            return self._of_tokens(io)
+        grads = io.per_example()
+        size = max(1, _chunk(io) // self.shape.numel())
+        found = []
+        for start in range(0, io.batch_size, size):
+            part = {n: g[start : start + size] for n, g in grads.items()}
+            m = self.matrix(part)
+            mapped = self._map(m.to(norm_dtype(m)))
+            found.append(mapped.flatten(1).double().square().sum(1))
+        return torch.cat(found)
+
+    def _of_rows(self, io: DenseIO, part: slice, _: NormMethod) -> Tensor:
+        like = io.calls[0][1]
+        a, d = io.rows(part, norm_dtype(like))
+        t, p, r = a.shape[2], a.shape[3], d.shape[3]
+        method = io.method or choose_method(t, p, r)
+        if t == 1 or method is NormMethod.GRAM:
+            a, d = self.right.times(a), self.left.times(d)
+            return outer_sq_norms(a, d, method, compute_dtype(like))
+        early_a, early_d = t < r, t < p
+        a = self.right.times(a) if early_a else a
+        d = self.left.times(d) if early_d else d
+        g = d.mT @ a
+        g = g if early_a else self.right.times(g)
+        g = g if early_d else self.left.times(g.mT).mT
+        return g.flatten(1).double().square().sum(1)
+
+    def _of_tokens(self, io: LookupIO) -> Tensor:
+        assert isinstance(self.left, DiagonalRoot)
+        ids, d = io.tokens()
+        d = d.to(norm_dtype(d))
+        rows = self.left.values.to(d.device, d.dtype)[ids].unsqueeze(-1)
+        mapped = self.right.times((d * rows).unsqueeze(1)).squeeze(1)
+        return replace(io, calls=[(ids, mapped)], padding=None).sq_norms()
+
+    def _map(self, m: Tensor) -> Tensor:
+        return self.left.times(self.right.times(m).mT).mT
+
+    def apply(self, values: Values) -> dict[str, Tensor]:
+        return self.values(self.scale * self._map(_wide(self.matrix(values))), values)
+
+    adjoint = apply  # both roots are symmetric
+
+    def inverse(self, values: Values) -> dict[str, Tensor]:
+        m = self.right.inverse_times(_wide(self.matrix(values)))
+        m = self.left.inverse_times(m.mT).mT
+        return self.values(m / self.scale, values)
+
+    def tensors(self) -> dict[str, Any]:
+        left, right = self.left.tensors(), self.right.tensors()
+        return {"left": left, "right": right, "scale": self.scale}
+
+
+def _raised(io: LayerIO, *roots: Root) -> float:
+    """Factor on a squared norm for rounding in the roots; nothing in float64."""
+    dtype = _norm_dtype(io)
+    if dtype is torch.float64:
+        return 1 + 2.0**-30
+    condition = 1.0
+    for root in roots:
+        condition *= root.condition
+    return (1 + 64 * ROUNDING[dtype] * condition) ** 2
+
+
+def _norm_dtype(io: LayerIO) -> torch.dtype:
+    if isinstance(io, DenseIO | LookupIO):
+        return norm_dtype(io.calls[0][1])
+    assert isinstance(io, DirectIO)
+    return norm_dtype(next(iter(io.grads.values())))
+
+
+def _chunk(io: LayerIO) -> int:
+    device = "cpu"
+    if isinstance(io, DirectIO):
+        device = next(iter(io.grads.values())).device.type
+    return CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(square_dtype(x))
+
+
+def _as(like: Tensor, value: Tensor) -> Tensor:
+    return value.to(like.dtype)

@@ -1,0 +1,215 @@
+r"""Symmetric roots ``R = M^-p`` of second moments, as cheap operators.
+
+A root acts on the last dimension, ``times(x) = x R``, with groups at dimension -3:
+``x [..., G, m, n]``. Which form it has is a choice of the public map; once chosen it is
+applied exactly.
+
+==============  ==================================================  =================
+form            map                                                 work for a row
+==============  ==================================================  =================
+IdentityRoot    ``x``                                               0
+FullRoot        ``x R``                                             n^2
+LowRankRoot     ``t x + x Q (L - t) Q^T``, Q has k columns          2 n k
+DiagonalRoot    ``x * w``                                           n
+ProductRoot     ``(R_channel (x) R_spatial)``, bias apart           n (c + s)
+==============  ==================================================  =================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "DiagonalRoot",
+    "FullRoot",
+    "IdentityRoot",
+    "LowRankRoot",
+    "ProductRoot",
+    "Root",
+]
+
+
+class Root(Protocol):
+    """A symmetric, positive definite matrix."""
+
+    def times(self, x: Tensor) -> Tensor:
+        """``x R``, in the dtype of x."""
+
+    def inverse_times(self, x: Tensor) -> Tensor:
+        """``x R^-1``."""
+
+    @property
+    def condition(self) -> float:
+        """Largest over smallest eigenvalue: how much rounding can grow."""
+
+    def tensors(self) -> dict[str, Any]:
+        """All that it consists of, for its id and for checkpoints."""
+
+
+@dataclass(frozen=True)
+class IdentityRoot:
+    """``R = I``."""
+
+    def times(self, x: Tensor) -> Tensor:
+        return x
+
+    def inverse_times(self, x: Tensor) -> Tensor:
+        return x
+
+    @property
+    def condition(self) -> float:
+        return 1.0
+
+    def tensors(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class FullRoot:
+    """From all eigenpairs: ``R = Q diag(values) Q^T``.
+
+    Attributes:
+        vectors: Q, ``[G, n, n]``, float64.
+        values: ``[G, n]``, positive.
+    """
+
+    vectors: Tensor
+    values: Tensor
+
+    def times(self, x: Tensor) -> Tensor:
+        return x @ self._matrix.to(x.dtype)
+
+    def inverse_times(self, x: Tensor) -> Tensor:
+        return x @ self._inverse.to(x.dtype)
+
+    @cached_property
+    def _matrix(self) -> Tensor:
+        return (self.vectors * self.values.unsqueeze(-2)) @ self.vectors.mT
+
+    @cached_property
+    def _inverse(self) -> Tensor:
+        return (self.vectors / self.values.unsqueeze(-2)) @ self.vectors.mT
+
+    @property
+    def condition(self) -> float:
+        return float(self.values.max() / self.values.min())
+
+    def tensors(self) -> dict[str, Any]:
+        return {"vectors": self.vectors, "values": self.values}
+
+
+@dataclass(frozen=True)
+class LowRankRoot:
+    """k eigenpairs and one value for all other directions.
+
+    Attributes:
+        vectors: Q, ``[G, n, k]``, float64, orthonormal columns.
+        values: ``[G, k]``, positive, of the columns of Q.
+        tail: ``[G]``, positive, of everything orthogonal to Q.
+    """
+
+    vectors: Tensor
+    values: Tensor
+    tail: Tensor
+
+    def times(self, x: Tensor) -> Tensor:
+        return self._times(x, self.values, self.tail)
+
+    def inverse_times(self, x: Tensor) -> Tensor:
+        return self._times(x, 1 / self.values, 1 / self.tail)
+
+    def _times(self, x: Tensor, values: Tensor, tail: Tensor) -> Tensor:
+        q = self.vectors.to(x.dtype)
+        flat = tail[:, None, None].to(x.dtype)
+        extra = (values - tail[:, None]).unsqueeze(-2).to(x.dtype)
+        return x * flat + ((x @ q) * extra) @ q.mT
+
+    @property
+    def condition(self) -> float:
+        low = torch.minimum(self.values.min(), self.tail.min())
+        high = torch.maximum(self.values.max(), self.tail.max())
+        return float(high / low)
+
+    def tensors(self) -> dict[str, Any]:
+        return {"vectors": self.vectors, "values": self.values, "tail": self.tail}
+
+
+@dataclass(frozen=True)
+class DiagonalRoot:
+    """``R = diag(values)``, values ``[n]``."""
+
+    values: Tensor
+
+    def times(self, x: Tensor) -> Tensor:
+        return x * self.values.to(x.dtype)
+
+    def inverse_times(self, x: Tensor) -> Tensor:
+        return x / self.values.to(x.dtype)
+
+    @property
+    def condition(self) -> float:
+        return float(self.values.max() / self.values.min())
+
+    def tensors(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+
+@dataclass(frozen=True)
+class ProductRoot:
+    """Of a convolution's inputs: channels and places in the kernel whitened apart.
+
+    A row is ``[c * s]`` (channel first) and, with a bias, one more.
+
+    Attributes:
+        channel: root over c.
+        spatial: root over s.
+        places: s, the number of places in the kernel.
+        bias: value of the bias column, ``[G]``; None without one.
+    """
+
+    channel: Root
+    spatial: Root
+    places: int
+    bias: Tensor | None
+
+    def times(self, x: Tensor) -> Tensor:
+        return self._map(x, self.channel.times, self.spatial.times, inverse=False)
+
+    def inverse_times(self, x: Tensor) -> Tensor:
+        channel, spatial = self.channel.inverse_times, self.spatial.inverse_times
+        return self._map(x, channel, spatial, inverse=True)
+
+    def _map(self, x: Tensor, channel: Any, spatial: Any, *, inverse: bool) -> Tensor:
+        patch = x if self.bias is None else x[..., :-1]
+        *lead, rows, width = patch.shape
+        channels = width // self.places
+        # rows of one place after the other, and then of one channel after the other
+        y = patch.reshape(*lead, rows, channels, self.places).mT
+        y = channel(y.reshape(*lead, rows * self.places, channels))
+        y = y.reshape(*lead, rows, self.places, channels).mT
+        y = spatial(y.reshape(*lead, rows * channels, self.places))
+        whole: Tensor = y.reshape(*lead, rows, width)
+        if self.bias is None:
+            return whole
+        value = (1 / self.bias if inverse else self.bias).to(x.dtype)
+        return torch.cat([whole, x[..., -1:] * value[:, None, None]], -1)
+
+    @property
+    def condition(self) -> float:
+        product = self.channel.condition * self.spatial.condition
+        if self.bias is None:
+            return product
+        return product * float(torch.maximum(self.bias, 1 / self.bias).max())
+
+    def tensors(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "channel": self.channel.tensors(),
+            "spatial": self.spatial.tensors(),
+            "places": self.places,
+        }
+        return found if self.bias is None else found | {"bias": self.bias}
