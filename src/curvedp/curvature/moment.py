@@ -1,8 +1,8 @@
 """Second moments that can be added up: ``sum_n w_n x_n x_n^T`` with its weight.
 
 A moment is kept as weighted rows while there are fewer of them than dimensions, and as
-a matrix from then on. Its eigenvectors then come from a thin SVD of the rows or from
-``eigh``, whichever is smaller; nobody else has to know which.
+a matrix from then on. Eigenvectors come from the Gram matrix of the rows or from the
+matrix itself, whichever is smaller; nobody else has to know which.
 
 Leading dimensions (the groups of a convolution) are separate moments side by side.
 """
@@ -116,10 +116,8 @@ class SecondMoment:
         """
         weight = max(self.weight, torch.finfo(torch.float32).tiny)
         if self.rows is not None:
-            _, singular, right = torch.linalg.svd(
-                self.rows.double(), full_matrices=False
-            )
-            values, vectors = singular.square() / weight, right.mT
+            values, vectors = _thin(self.rows.double())
+            values = values / weight
         else:
             values, vectors = torch.linalg.eigh(self.total().double() / weight)
             values, vectors = values.flip(-1).clamp_min(0), vectors.flip(-1)
@@ -131,3 +129,23 @@ class SecondMoment:
         if self.rows is not None and self.rows.shape[-2] >= self.rows.shape[-1]:
             return SecondMoment(self.weight, matrix=self.rows.mT @ self.rows)
         return self
+
+
+def _thin(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenpairs of ``rows^T rows`` from the smaller ``rows rows^T``, largest first.
+
+    Much faster than an SVD, on GPUs above all. Eigenvalues below 1e-10 of the largest
+    are zero to the precision of the probes, and so is what remains of their vectors.
+    """
+    values, left = torch.linalg.eigh(rows @ rows.mT)
+    values, left = values.flip(-1).clamp_min(0), left.flip(-1)
+    kept = int((values > 1e-10 * values[..., :1]).sum(-1).max())
+    values, left = values[..., : max(1, kept)], left[..., : max(1, kept)]
+    lengths = values.clamp_min(torch.finfo(values.dtype).tiny).sqrt()
+    vectors = rows.mT @ left / lengths.unsqueeze(-2)
+    if rows.shape[0] == 1:
+        return values, vectors
+    # groups keep equally many; a pair too small for its own group is orthonormalised
+    q, r = torch.linalg.qr(vectors)
+    signs = r.diagonal(dim1=-2, dim2=-1).sign()
+    return values, q * torch.where(signs == 0, 1.0, signs).unsqueeze(-2)

@@ -83,6 +83,9 @@ class ArrayDataset(TensorDataset):
         """All targets, ``[N]`` or ``[N, num_outputs]``."""
         return self.tensors[1]
 
+    #: ``tensors[k][rows]`` is a batch of those rows.
+    gathers_rows = True
+
     def __getitem__(self, index: Any) -> tuple[Tensor, Tensor]:
         return self.inputs[index], self.targets[index]
 

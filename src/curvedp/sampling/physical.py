@@ -80,8 +80,9 @@ class PhysicalLoader:
         self._collate = collate
         self._options = dict(options or {})
         # A whole batch of a tensor dataset is one gather instead of P of them.
+        plain = type(dataset).__getitem__ is TensorDataset.__getitem__
         self._gather = (
-            type(dataset).__getitem__ is TensorDataset.__getitem__
+            (plain or getattr(dataset, "gathers_rows", False))
             and collate is None
             and not self._options
         )
