@@ -10,7 +10,7 @@ Every command can be stopped and called again: results are lines of a file, and 
 there is not run again. ``tune`` and ``test`` take ``--workers`` and ``--seconds``.
 
 Poisson sampling, PLD, zero-out adjacency (the size is public). Tuning trains on 55 000
-examples and scores on the other 5 000; each trial has one seed, and the best four of an
+examples and scores on the other 5 000; each trial has one seed, and the best three of an
 arm get two more. Noise multipliers are in ``sigmas.json``, made by ``calibrate``, so
 that a machine without dp-accounting can train. A seed varies initialisation, sampling
 and noise, and is the same for all arms.
@@ -24,6 +24,7 @@ import json
 import multiprocessing
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -55,7 +56,7 @@ def key(job):
 
 
 def tuning_jobs(done):
-    """All trials; when an arm has all of them, more seeds for its best four."""
+    """All trials; when an arm has all of them, more seeds for its best three."""
     jobs = []
     for table, about in TABLES.items():
         for arm in about["arms"]:
@@ -67,7 +68,7 @@ def tuning_jobs(done):
             jobs += own
             scores = {key(j): done[key(j)]["accuracy"] for j in own if key(j) in done}
             if len(scores) == len({key(j) for j in own}):
-                best = sorted(own, key=lambda j: -scores[key(j)])[:4]
+                best = sorted(own, key=lambda j: -scores[key(j)])[:3]
                 jobs += [{**j, "seed": s} for j in best for s in MORE_SEEDS]
     return jobs
 
@@ -236,6 +237,7 @@ def work(jobs_of, path, folder, device, workers, seconds):
             if not missing:
                 return
             tasks = [(job, folder, device) for job in missing.values()]
+            random.Random(0).shuffle(tasks)  # all arms advance alike
             found = pool.imap_unordered(_one, tasks)
             for _ in tasks:
                 try:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 
-#: The two arms that the claim is about get twice as many.
-TRIALS = {"dp-sgd": 24, "dp-kfc": 24}
+#: The two arms that the claim is about get more.
+TRIALS = {"dp-sgd": 16, "dp-kfc": 16}
 FEWEST = 12
 
 PLAIN = {
