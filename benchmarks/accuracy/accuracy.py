@@ -10,8 +10,8 @@ Every command can be stopped and called again: results are lines of a file, and 
 there is not run again. ``tune`` and ``test`` take ``--workers`` and ``--seconds``.
 
 Poisson sampling, PLD, zero-out adjacency (the size is public). Tuning trains on 55 000
-examples and scores on the other 5 000; each trial has one seed, and the best three of an
-arm get two more. Noise multipliers are in ``sigmas.json``, made by ``calibrate``, so
+examples and scores on the other 5 000; each trial has one seed, and the best three of
+an arm get two more. Noise multipliers are in ``sigmas.json``, made by ``calibrate``, so
 that a machine without dp-accounting can train. A seed varies initialisation, sampling
 and noise, and is the same for all arms.
 """

@@ -14,27 +14,23 @@ BASELINE = "dp-sgd"
 #: Two-sided 95 % quantile of Student's t with four degrees of freedom (five seeds).
 T_QUANTILE = 2.776
 
-HEAD = "\n".join(
-    [
-        "# Accuracy at equal privacy",
-        "",
-        "Made by `benchmarks/accuracy/accuracy.py`; trials, settings and seeds are in "
-        "`benchmarks/accuracy/results`.",
-        "",
-        "Protocol: Poisson sampling, PLD accounting, zero-out adjacency (the number of "
-        "examples is public). Tuning trains on 55 000 of the 60 000 training images and "
-        "scores on the other 5 000, by code that does not open the test file. Trials are "
-        "drawn before anything is trained; the best three of an arm get two more seeds, "
-        "and the best mean is taken. Then everything is fixed and tested once, with five "
-        "seeds that vary initialisation, sampling and noise and are the same for all "
-        "arms. The noise of these runs comes from a seed, so that arms are paired; it "
-        "has the same law as that of a private run.",
-        "",
-        "Choosing settings by results on a validation split is not counted in epsilon, "
-        "here as in the papers: the data sets are public benchmarks.",
-        "",
-    ]
-)
+HEAD = """\
+# Accuracy at equal privacy
+
+Made by `benchmarks/accuracy/accuracy.py`; trials, settings and seeds are in
+`benchmarks/accuracy/results`.
+
+Protocol: Poisson sampling, PLD accounting, zero-out adjacency (the number of examples
+is public). Tuning trains on 55 000 of the 60 000 training images and scores on the
+other 5 000, by code that does not open the test file. Trials are drawn before anything
+is trained; the best three of an arm get two more seeds, and the best mean is taken.
+Then everything is fixed and tested once, with five seeds that vary initialisation,
+sampling and noise and are the same for all arms. The noise of these runs comes from a
+seed, so that arms are paired; it has the same law as that of a private run.
+
+Choosing settings by results on a validation split is not counted in epsilon, here as in
+the papers: the data sets are public benchmarks.
+"""
 
 
 def write(results):

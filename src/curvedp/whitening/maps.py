@@ -25,7 +25,7 @@ from curvedp.layers.dense import DenseIO, NormMethod, choose_method, outer_sq_no
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO
 from curvedp.layers.lookup import LookupIO
 from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype, square_dtype
-from curvedp.whitening.roots import DiagonalRoot, Root
+from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, Root
 
 __all__ = ["DenseMap", "DiagonalMap", "IdentityMap", "KroneckerMap", "LayerMap"]
 
@@ -180,8 +180,7 @@ class KroneckerMap(DenseMap):
         for start in range(0, io.batch_size, size):
             part = {n: g[start : start + size] for n, g in grads.items()}
             m = self.matrix(part)
-            mapped = self._map(m.to(norm_dtype(m)))
-            found.append(mapped.flatten(1).double().square().sum(1))
+            found.append(self._of_gradients(m.to(norm_dtype(m))))
         return torch.cat(found)
 
     def _of_rows(self, io: DenseIO, part: slice, _: NormMethod) -> Tensor:
@@ -189,16 +188,24 @@ class KroneckerMap(DenseMap):
         a, d = io.rows(part, norm_dtype(like))
         t, p, r = a.shape[2], a.shape[3], d.shape[3]
         method = io.method or choose_method(t, p, r)
-        if t == 1 or method is NormMethod.GRAM:
+        if t == 1:  # the norm of an outer product
+            return (self.right.sq_norms(a) * self.left.sq_norms(d)).sum(1)
+        if method is NormMethod.GRAM:
             a, d = self.right.times(a), self.left.times(d)
             return outer_sq_norms(a, d, method, compute_dtype(like))
         early_a, early_d = t < r, t < p
         a = self.right.times(a) if early_a else a
         d = self.left.times(d) if early_d else d
         g = d.mT @ a
-        g = g if early_a else self.right.times(g)
-        g = g if early_d else self.left.times(g.mT).mT
-        return g.flatten(1).double().square().sum(1)
+        if early_a:
+            return (_sq_norms(g) if early_d else self.left.sq_norms(g.mT)).sum(1)
+        return self._of_gradients(g, left=not early_d)
+
+    def _of_gradients(self, g: Tensor, *, left: bool = True) -> Tensor:
+        """``||L g R||^2``, ``[B]``; without L where it has been applied."""
+        if left and not isinstance(self.left, IdentityRoot):
+            g = self.left.times(g.mT).mT
+        return self.right.sq_norms(g).sum(1)
 
     def _of_tokens(self, io: LookupIO) -> Tensor:
         assert isinstance(self.left, DiagonalRoot)
@@ -224,6 +231,10 @@ class KroneckerMap(DenseMap):
     def tensors(self) -> dict[str, Any]:
         left, right = self.left.tensors(), self.right.tensors()
         return {"left": left, "right": right, "scale": self.scale}
+
+
+def _sq_norms(g: Tensor) -> Tensor:
+    return IdentityRoot().sq_norms(g)
 
 
 def _raised(io: LayerIO, *roots: Root) -> float:

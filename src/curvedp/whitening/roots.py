@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from curvedp.layers.precision import ROUNDING
+
 __all__ = [
     "DiagonalRoot",
     "FullRoot",
@@ -43,6 +45,9 @@ class Root(Protocol):
     def inverse_times(self, x: Tensor) -> Tensor:
         """``x R^-1``."""
 
+    def sq_norms(self, x: Tensor) -> Tensor:
+        """``||x R||^2`` of every group, ``[..., G]``, not below the truth."""
+
     @property
     def condition(self) -> float:
         """Largest over smallest eigenvalue: how much rounding can grow."""
@@ -60,6 +65,9 @@ class IdentityRoot:
 
     def inverse_times(self, x: Tensor) -> Tensor:
         return x
+
+    def sq_norms(self, x: Tensor) -> Tensor:
+        return _sq(x)
 
     @property
     def condition(self) -> float:
@@ -86,6 +94,9 @@ class FullRoot:
 
     def inverse_times(self, x: Tensor) -> Tensor:
         return x @ self._inverse.to(x.dtype)
+
+    def sq_norms(self, x: Tensor) -> Tensor:
+        return _sq(self.times(x))
 
     @cached_property
     def _matrix(self) -> Tensor:
@@ -123,6 +134,19 @@ class LowRankRoot:
     def inverse_times(self, x: Tensor) -> Tensor:
         return self._times(x, 1 / self.values, 1 / self.tail)
 
+    def sq_norms(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float64:
+            return _sq(self.times(x))
+        # sum of v^2 (x q)^2, and t^2 for what is left of x. The latter is a difference
+        # of squares, off by at most n + k round-offs of ||x||^2, which is added.
+        inside = (x @ self.vectors).square()
+        squares = (inside * self.values.square().unsqueeze(-2)).sum((-2, -1))
+        whole = _sq(x)
+        count = 8 * (self.vectors.shape[-2] + self.vectors.shape[-1] + x.shape[-2])
+        left = (whole - inside.sum((-2, -1))).clamp_min(0)
+        hidden = count * ROUNDING[torch.float64] * whole
+        return squares + self.tail.square() * (left + hidden)
+
     def _times(self, x: Tensor, values: Tensor, tail: Tensor) -> Tensor:
         q = self.vectors.to(x.dtype)
         flat = tail[:, None, None].to(x.dtype)
@@ -150,6 +174,9 @@ class DiagonalRoot:
 
     def inverse_times(self, x: Tensor) -> Tensor:
         return x / self.values.to(x.dtype)
+
+    def sq_norms(self, x: Tensor) -> Tensor:
+        return _sq(self.times(x))
 
     @property
     def condition(self) -> float:
@@ -184,6 +211,9 @@ class ProductRoot:
         channel, spatial = self.channel.inverse_times, self.spatial.inverse_times
         return self._map(x, channel, spatial, inverse=True)
 
+    def sq_norms(self, x: Tensor) -> Tensor:
+        return _sq(self.times(x))
+
     def _map(self, x: Tensor, channel: Any, spatial: Any, *, inverse: bool) -> Tensor:
         patch = x if self.bias is None else x[..., :-1]
         *lead, rows, width = patch.shape
@@ -213,3 +243,8 @@ class ProductRoot:
             "places": self.places,
         }
         return found if self.bias is None else found | {"bias": self.bias}
+
+
+def _sq(x: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
+    return norms.double().square()
