@@ -9,6 +9,7 @@ from curvedp.diagnostics.geometry.alignment import (
     alignment,
     identity_factors,
 )
+from curvedp.diagnostics.geometry.clamping import CLAMPS, LossPath, loss_path
 from curvedp.diagnostics.geometry.density import (
     Density,
     hessian_density,
@@ -27,6 +28,7 @@ from curvedp.diagnostics.geometry.spectra import LayerSpectrum, layer_spectra
 from curvedp.diagnostics.geometry.study import SOURCES, Source, Study, sources_of
 
 __all__ = [
+    "CLAMPS",
     "SOURCES",
     "Alignment",
     "Density",
@@ -34,6 +36,7 @@ __all__ = [
     "Isotropy",
     "LayerSignal",
     "LayerSpectrum",
+    "LossPath",
     "Source",
     "Study",
     "alignment",
@@ -46,6 +49,7 @@ __all__ = [
     "lanczos_density",
     "layer_isotropy",
     "layer_spectra",
+    "loss_path",
     "signal_to_noise",
     "sources_of",
     "variance_recursion",

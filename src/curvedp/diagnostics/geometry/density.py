@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
-from curvedp.diagnostics.geometry.study import Source, Study
+from curvedp.diagnostics.geometry.study import Source, Study, evaluated
 from curvedp.errors import ConfigurationError
 from curvedp.layers import as_call
 from curvedp.probes import draw
@@ -59,6 +59,16 @@ class Density:
         """``tr(H^power) / n``."""
         return float((self.nodes**power * self.weights).sum())
 
+    def negative_part(self) -> float:
+        """Share of negative eigenvalues in the sum of all magnitudes.
+
+        Their share in the *number* of eigenvalues says nothing: most are zero, and fall
+        to either side of it by chance.
+        """
+        parts = self.nodes.abs() * self.weights
+        total = float(parts.sum())
+        return float(parts[self.nodes < 0].sum()) / total if total > 0 else 0.0
+
     def ranked(self) -> tuple[Tensor, Tensor]:
         """Magnitudes, the largest first, and the rank at which each of them ends."""
         order = self.nodes.abs().sort(descending=True).indices
@@ -72,7 +82,7 @@ class Density:
             "largest": float(self.nodes[-1]),
             "mean": self.moment(1),
             "mean_square": self.moment(2),
-            "negative_share": float(self.weights[self.nodes < 0].sum()),
+            "negative_part": self.negative_part(),
             "nodes": self.nodes.tolist(),
             "weights": self.weights.tolist(),
         }
@@ -170,7 +180,7 @@ def hessian_product(
         total = torch.zeros_like(vector, dtype=torch.float64, device=device)
         for inputs, targets in batches:
             args, kwargs = as_call(inputs)
-            with _evaluated(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            with evaluated(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
                 output = functional_call(model, {**others, **leaves}, args, kwargs)
                 loss = study.loss(output, targets).mean()
                 total = total + _second(loss, list(leaves.values()), along)
@@ -196,7 +206,7 @@ def _batch(study: Study, source: Source, generator: torch.Generator) -> tuple[An
     drawn = draw(how.probe, how.labels, how.size, generator)
     inputs = moved(drawn.inputs, device)
     args, kwargs = as_call(inputs)
-    with _evaluated(study.model), torch.no_grad():
+    with evaluated(study.model), torch.no_grad():
         targets = moved(drawn.targets(study.model(*args, **kwargs)), device)
     return tree_map(_double, inputs), tree_map(_double, targets)
 
@@ -204,22 +214,6 @@ def _batch(study: Study, source: Source, generator: torch.Generator) -> tuple[An
 def _double(x: Any) -> Any:
     is_float = isinstance(x, Tensor) and x.is_floating_point()
     return x.double() if is_float else x
-
-
-class _evaluated:
-    """The model in evaluation mode, each module back in its own mode after."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._modes: list[tuple[torch.nn.Module, bool]] = []
-
-    def __enter__(self) -> None:
-        self._modes = [(m, m.training) for m in self._model.modules()]
-        self._model.eval()
-
-    def __exit__(self, *_: object) -> None:
-        for module, mode in self._modes:
-            module.training = mode
 
 
 def hessian_density(

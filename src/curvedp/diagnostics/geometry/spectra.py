@@ -14,6 +14,10 @@ from curvedp.curvature import DenseFactor, Factor, Factors, LookupFactor, Second
 __all__ = ["LayerSpectrum", "layer_spectra", "thinned"]
 
 
+#: Of a sum of outer products in float32, relative to its largest eigenvalue.
+ROUNDING = 4 * torch.finfo(torch.float32).eps
+
+
 @dataclass(frozen=True)
 class LayerSpectrum:
     """Sorted eigenvalues of one factor of a layer.
@@ -94,8 +98,12 @@ def _of_layer(name: str, factor: Factor, most: int) -> list[LayerSpectrum]:
 
 
 def _values(moment: SecondMoment) -> Tensor:
-    """``[G, n]``, with the zeros that a thin factorisation leaves out."""
+    """``[G, n]``, with the zeros that a thin factorisation leaves out.
+
+    What the rounding of float32 sums cannot tell from zero is zero, too.
+    """
     values = moment.spectrum().values
+    values = torch.where(values > ROUNDING * values[:, :1], values, 0.0)
     missing = moment.size - values.shape[-1]
     return torch.nn.functional.pad(values, (0, missing))
 
