@@ -118,6 +118,15 @@ def test_ratios_of_eigenvalues():
         eigenvalue_ratio(torch.ones(2), torch.ones(3))
 
 
+def test_labels_of_their_own_are_for_data_and_settings_of_a_reproduction_for_noise():
+    of = study()
+    own = sources(of, Curvature(labels="own"))
+    kinds = {n: s.how.labels.describe()["kind"] for n, s in own.items()}
+    assert kinds == {"oracle": "own", "synthetic": "model", "white": "model"}
+    official = sources(of, Curvature(mean_loss=True))["synthetic"].how
+    assert official.mean_loss and official.probe.std == 0.5
+
+
 def test_sources_are_chosen_by_name():
     of = study()
     assert list(sources(of, names=("white", "oracle"))) == ["oracle", "white"]

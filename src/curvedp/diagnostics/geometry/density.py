@@ -230,6 +230,11 @@ def hessian_density(
     """
     size = sum(p.numel() for p in study.parameters.values())
     device = next(study.model.parameters()).device
+    if device.type == "mps":
+        raise ConfigurationError(
+            "the Hessian is computed in float64, which this device lacks",
+            "use --device cpu",
+        )
     product = hessian_product(study, source, seed)
     return lanczos_density(
         product, size, steps=steps, vectors=vectors, seed=seed, device=device

@@ -23,6 +23,10 @@ from curvedp.whitening import Whitener
 __all__ = ["Isotropy", "isotropy", "layer_isotropy"]
 
 
+#: Gradients are written down here, so memory bounds how many examples enter.
+MOST_NUMBERS, FEWEST = 2**27, 16
+
+
 @dataclass(frozen=True)
 class Isotropy:
     """How round the second moment M of some vectors is.
@@ -79,16 +83,17 @@ def layer_isotropy(
 
     Args:
         study: the model.
-        source: whose gradients, one batch of it; an oracle's are not private, nor is
-            the result.
+        source: whose gradients, one batch of it (fewer examples for large models); an
+            oracle's are not private, nor is the result.
         whiteners: maps by name.
         seed: of the source's draw.
     """
     ios = next(study.batches(source, seed))
+    parameters = sum(p.numel() for p in study.parameters.values())
+    size = min(ios[0].batch_size, max(FEWEST, MOST_NUMBERS // parameters))
     grads: dict[str, Tensor] = {}
     for io in ios:
-        grads |= io.per_example()
-    size = ios[0].batch_size
+        grads |= io.take(slice(size)).per_example()
     found: dict[str, dict[str, Isotropy]] = {}
     for name, whitener in whiteners.items():
         rows = [_mapped(study, whitener, grads, i) for i in range(size)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from curvedp.layers import (
     cover,
     synthesiser_like,
 )
-from curvedp.probes import OracleProbe, OwnLabels, Probe, PublicProbe
+from curvedp.probes import OracleProbe, OwnLabels, Probe, PublicProbe, labels_for
 from curvedp.recipes import Curvature
 from curvedp.train.datasets import TrainingData
 from curvedp.train.losses import per_example_loss
@@ -142,21 +142,22 @@ def sources_of(
     """
     settings = curvature or Curvature()
     labels = choose_labels(settings, None, study.loss_name)
+    # noise has no labels of its own
+    drawn = labels_for(study.loss_name) if isinstance(labels, OwnLabels) else labels
 
-    def noise(power: float) -> Probe:
-        kind = Curvature(spectral_power=power)
+    def noise(kind: Curvature) -> Probe:
         return choose_probe(kind, None, study.template, study.model, None)
 
-    given = probe or noise(settings.spectral_power)
+    given = probe or noise(replace(settings, probe="synthetic"))
     found = {"oracle": Source("oracle", settings.estimate(
         OracleProbe(private_data), OwnLabels()))}  # fmt: skip
     if public_data is not None:
         public = PublicProbe(public_data)
         found["public"] = Source("public", settings.estimate(public, labels))
-    found["synthetic"] = Source("synthetic", settings.estimate(given, labels))
-    white = None if probe is not None else noise(0.0)
+    found["synthetic"] = Source("synthetic", settings.estimate(given, drawn))
+    white = None if probe is not None else noise(Curvature(spectral_power=0.0))
     if white is not None and white != given:
-        found["white"] = Source("white", settings.estimate(white, labels))
+        found["white"] = Source("white", settings.estimate(white, drawn))
     return found if names is None else _chosen(found, names)
 
 
