@@ -120,7 +120,12 @@ def number(value: float) -> str:
 def table(*columns: str, title: str = "") -> Table:
     """A table that fits 80 columns; numbers from the third column on."""
     made = Table(
-        box=None, pad_edge=False, header_style="dim", title=title, title_justify="left"
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title=title,
+        title_justify="left",
+        min_width=len(title),  # or the title is wrapped at the width of the columns
     )
     for place, name in enumerate(columns):
         made.add_column(
