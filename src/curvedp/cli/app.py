@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from curvedp._version import __version__
-from curvedp.cli import compare, doctor, inspect, privacy, recipes, train
+from curvedp.cli import compare, diagnose, doctor, inspect, privacy, recipes, train
 
 __all__ = ["app"]
 
@@ -46,4 +46,5 @@ compare.register(app)
 inspect.register(app)
 recipes.register(app)
 doctor.register(app)
+app.add_typer(diagnose.app, name="diagnose")
 app.add_typer(privacy.app, name="privacy")

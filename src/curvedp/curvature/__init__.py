@@ -1,6 +1,6 @@
 """The shape of the loss, from probes: factors, their spectra, when to refresh them."""
 
-from curvedp.curvature.estimate import Estimate, estimate
+from curvedp.curvature.estimate import Estimate, estimate, probe_pass
 from curvedp.curvature.factors import (
     DenseFactor,
     DiagonalFactor,
@@ -29,4 +29,5 @@ __all__ = [
     "factors_of",
     "factors_state",
     "names_of",
+    "probe_pass",
 ]

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_map
 
 from curvedp.curvature.factors import SHARING, Factor, Factors, factors_of
 from curvedp.errors import ConfigurationError
-from curvedp.layers import Recording, as_call
+from curvedp.layers import LayerIO, Recording, as_call
 from curvedp.layers.covered import Covered
 from curvedp.layers.precision import exact
 from curvedp.probes import LabelRule, Probe, draw
 
-__all__ = ["Estimate", "PerExampleLoss", "estimate"]
+__all__ = ["Estimate", "PerExampleLoss", "estimate", "probe_pass"]
 
 #: ``(output, targets) -> [B]``.
 PerExampleLoss = Callable[[Any, Any], Tensor]
@@ -83,21 +83,29 @@ def estimate(
     """
     total: Factors | None = None
     for _ in range(how.batches):
-        layers = _one_batch(model, covered, how, loss, generator, parameters)
+        layers: dict[str, Factor] = {}
+        ios = probe_pass(model, covered, how, loss, generator, parameters)
+        with exact(next(model.parameters()).device):
+            for io in ios:
+                layers |= factors_of(io, how.sharing)
         part = Factors(layers, how.probe.provenance)
         total = part if total is None else total + part
     assert total is not None
     return total
 
 
-def _one_batch(
+def probe_pass(
     model: nn.Module,
     covered: Sequence[Covered],
     how: Estimate,
     loss: PerExampleLoss,
     generator: torch.Generator,
-    parameters: Mapping[str, Tensor] | None,
-) -> dict[str, Factor]:
+    parameters: Mapping[str, Tensor] | None = None,
+) -> list[LayerIO]:
+    """One batch of the probe: what every layer saw of it. Arguments as in estimate.
+
+    It stands on the side of the barrier on which the probe stands.
+    """
     device = next(model.parameters()).device
     drawn = draw(how.probe, how.labels, how.size, generator)
     inputs = tree_map(lambda x: _placed(x, model, device), drawn.inputs)
@@ -113,11 +121,7 @@ def _one_batch(
             losses = loss(output, targets)
     _check_losses(losses, how.size)
     torch.autograd.backward(losses.sum() * (1 / how.size if how.mean_loss else 1.0))
-    found: dict[str, Factor] = {}
-    with exact(device):
-        for io in recording.layer_ios():
-            found |= factors_of(io, how.sharing)
-    return found
+    return recording.layer_ios()
 
 
 def _placed(x: Any, model: nn.Module, device: torch.device) -> Any:

@@ -1,5 +1,8 @@
 """The doctor: can a model be trained privately, at what cost, and what to change.
 
+What curvature looks like and what it does to a private step is in
+:mod:`curvedp.diagnostics.geometry`.
+
 diagnosis = diagnose(model, inputs=torch.zeros(2, 3, 32, 32))
 print(diagnosis)
 model, changes = fix(model)

@@ -23,7 +23,14 @@ from curvedp.models.factory import call_factory, is_factory
 from curvedp.noise import RandomStreams, Stream
 from curvedp.train import Progress, Trainer
 
-__all__ = ["BuiltRun", "ModelShape", "build_model", "build_run", "choose_device"]
+__all__ = [
+    "BuiltRun",
+    "ModelShape",
+    "build_model",
+    "build_run",
+    "choose_device",
+    "default_model",
+]
 
 _LOSSES = {
     Task.CLASSIFICATION: "cross-entropy",
@@ -193,7 +200,7 @@ def _metrics(config: RunConfig, task: Task) -> tuple[str, ...]:
 
 
 def _make_model(config: RunConfig, shape: ModelShape) -> nn.Module:
-    name = config.model or _default_model(shape.input_shape)
+    name = config.model or default_model(shape.input_shape)
     if not is_factory(name):
         return models.build(
             name, shape.input_shape, shape.num_outputs, **config.model_options
@@ -207,7 +214,7 @@ def _make_model(config: RunConfig, shape: ModelShape) -> nn.Module:
     return model
 
 
-def _default_model(input_shape: tuple[int, ...]) -> str:
+def default_model(input_shape: tuple[int, ...]) -> str:
     """A convolution pays from about 16 pixels a side; below, an MLP learns faster."""
     is_large_image = len(input_shape) == 3 and min(input_shape[1:]) >= 16
     return "cnn" if is_large_image else "mlp"
