@@ -13,6 +13,7 @@ from curvedp.data.files import bare_suffix
 from curvedp.data.idx import is_idx_folder, load_idx_folder
 from curvedp.data.images import load_image_folder
 from curvedp.data.npz import load_npz
+from curvedp.data.scaling import normalised
 from curvedp.data.schema import Schema
 from curvedp.data.source import DataSource
 from curvedp.data.table import load_table
@@ -34,7 +35,14 @@ _TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 _PICKLE_SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".joblib")
 
 
-def load(spec: str | Path, *, format: str | None = None, **options: Any) -> DataSource:
+def load(
+    spec: str | Path,
+    *,
+    format: str | None = None,
+    mean: Any = None,
+    std: Any = None,
+    **options: Any,
+) -> DataSource:
     """Load a data set by name or path.
 
     ======================================  ==========================================
@@ -53,12 +61,19 @@ def load(spec: str | Path, *, format: str | None = None, **options: Any) -> Data
     Args:
         spec: The name or the path.
         format: A key of :data:`FORMATS`, when the name does not show it.
+        mean: Public constant that inputs are shifted by, or one for each channel.
+        std: Public constant that they are then divided by, likewise.
         **options: What is declared about the data; see the loaders.
 
     Raises:
         DataError: If the data cannot be read, or lacks a declaration.
         ConfigurationError: If an option or a format is unknown.
     """
+    source = _load(spec, format, options)
+    return source if mean is None and std is None else normalised(source, mean, std)
+
+
+def _load(spec: str | Path, format: str | None, options: dict[str, Any]) -> DataSource:
     if spec == "digits" and format is None:
         _refuse_unknown_options("digits", load_digits, options)
         return load_digits()
