@@ -10,12 +10,18 @@ Kronecker map is ``P g = s L g R`` with roots ``L [r, r]`` of the output gradien
 
 All of it happens in float64 where the device is not much slower at that. Elsewhere the
 norm is raised by what float32 and the root's condition can hide.
+
+The clipped sum is added up in float32 before it is mapped, and a map may stretch its
+rounding more than the gradient itself, which lies where the map shrinks most. An
+example's rounding is at most ``e = (T + 8) v S`` with v the round-off of the sum and
+``S >= sum_t ||d_t|| ||a_t||``. So a norm is raised to ``||P g|| + ||P|| e``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +33,14 @@ from curvedp.layers.lookup import LookupIO
 from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype, square_dtype
 from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, Root
 
-__all__ = ["DenseMap", "DiagonalMap", "IdentityMap", "KroneckerMap", "LayerMap"]
+__all__ = [
+    "DenseMap",
+    "DiagonalMap",
+    "IdentityMap",
+    "KroneckerMap",
+    "LayerMap",
+    "raised",
+]
 
 Values = Mapping[str, Tensor]
 
@@ -89,11 +102,19 @@ class DiagonalMap:
         return tuple(self.scales)
 
     def sq_norms(self, io: LayerIO) -> Tensor:
+        plain = io.per_example()
         grads = {
             n: g.to(norm_dtype(g)) * self.scales[n].to(norm_dtype(g))
-            for n, g in io.per_example().items()
+            for n, g in plain.items()
         }
-        return DirectIO(io.name, grads).sq_norms()
+        mapped = DirectIO(io.name, grads).sq_norms()
+        rounding = 8 * ROUNDING[compute_dtype(next(iter(plain.values())))]
+        spread, in_sum = io.spread()
+        return raised(mapped, self._largest * max(rounding, in_sum) * spread)
+
+    @cached_property
+    def _largest(self) -> float:
+        return max(float(s.max()) for s in self.scales.values())
 
     def apply(self, values: Values) -> dict[str, Tensor]:
         return {n: _as(values[n], _wide(values[n]) * s) for n, s in self._scales()}
@@ -166,33 +187,42 @@ class KroneckerMap(DenseMap):
 
     def sq_norms(self, io: LayerIO) -> Tensor:
         squares = self._sq_norms(io) * self.scale**2
-        return squares * _raised(io, self.left, self.right)
+        return squares * _inexact(io, self.left, self.right)
 
     def _sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, DenseIO):
-            parts = [self._of_rows(io, *item) for item in io.chunks()]
-            return torch.cat(parts)
+            return torch.cat([self._of_rows(io, part) for part, _ in io.chunks()])
         if isinstance(io, LookupIO):
             return self._of_tokens(io)
+        largest = self.left.largest * self.right.largest
         grads = io.per_example()
         size = max(1, _chunk(io) // self.shape.numel())
         found = []
         for start in range(0, io.batch_size, size):
             part = {n: g[start : start + size] for n, g in grads.items()}
             m = self.matrix(part)
-            found.append(self._of_gradients(m.to(norm_dtype(m))))
+            rounding = 8 * ROUNDING[compute_dtype(m)]
+            m = m.to(norm_dtype(m))
+            error = largest * rounding * _sq_norms(m).sum(1).sqrt()
+            found.append(raised(self._of_gradients(m), error))
         return torch.cat(found)
 
-    def _of_rows(self, io: DenseIO, part: slice, _: NormMethod) -> Tensor:
+    def _of_rows(self, io: DenseIO, part: slice) -> Tensor:
         like = io.calls[0][1]
         a, d = io.rows(part, norm_dtype(like))
+        rounding = (a.shape[2] + 8) * ROUNDING[compute_dtype(like)]
+        spread = (_sq_norms(a) * _sq_norms(d)).sum(1).sqrt()
+        error = self.left.largest * self.right.largest * rounding * spread
+        return raised(self._of_pairs(io, a, d), error)
+
+    def _of_pairs(self, io: DenseIO, a: Tensor, d: Tensor) -> Tensor:
         t, p, r = a.shape[2], a.shape[3], d.shape[3]
         method = io.method or choose_method(t, p, r)
         if t == 1:  # the norm of an outer product
             return (self.right.sq_norms(a) * self.left.sq_norms(d)).sum(1)
         if method is NormMethod.GRAM:
             a, d = self.right.times(a), self.left.times(d)
-            return outer_sq_norms(a, d, method, compute_dtype(like))
+            return outer_sq_norms(a, d, method, a.dtype)
         early_a, early_d = t < r, t < p
         a = self.right.times(a) if early_a else a
         d = self.left.times(d) if early_d else d
@@ -213,7 +243,11 @@ class KroneckerMap(DenseMap):
         d = d.to(norm_dtype(d))
         rows = self.left.values.to(d.device, d.dtype)[ids].unsqueeze(-1)
         mapped = self.right.times((d * rows).unsqueeze(1)).squeeze(1)
-        return replace(io, calls=[(ids, mapped)], padding=None).sq_norms()
+        squares = replace(io, calls=[(ids, mapped)], padding=None).sq_norms()
+        spread, rounding = io.spread()
+        return raised(
+            squares, self.left.largest * self.right.largest * rounding * spread
+        )
 
     def _map(self, m: Tensor) -> Tensor:
         return self.left.times(self.right.times(m).mT).mT
@@ -237,7 +271,12 @@ def _sq_norms(g: Tensor) -> Tensor:
     return IdentityRoot().sq_norms(g)
 
 
-def _raised(io: LayerIO, *roots: Root) -> float:
+def raised(squares: Tensor, error: Tensor) -> Tensor:
+    """``(sqrt(squares) + error)^2``: the norm with a rounding error of that length."""
+    return (squares.sqrt() + error).square()
+
+
+def _inexact(io: LayerIO, *roots: Root) -> float:
     """Factor on a squared norm for rounding in the roots; nothing in float64."""
     dtype = _norm_dtype(io)
     if dtype is torch.float64:

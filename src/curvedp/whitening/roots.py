@@ -49,8 +49,12 @@ class Root(Protocol):
         """``||x R||^2`` of every group, ``[..., G]``, not below the truth."""
 
     @property
+    def largest(self) -> float:
+        """Largest eigenvalue: how much a rounding error can grow."""
+
+    @property
     def condition(self) -> float:
-        """Largest over smallest eigenvalue: how much rounding can grow."""
+        """Largest over smallest eigenvalue."""
 
     def tensors(self) -> dict[str, Any]:
         """All that it consists of, for its id and for checkpoints."""
@@ -68,6 +72,10 @@ class IdentityRoot:
 
     def sq_norms(self, x: Tensor) -> Tensor:
         return _sq(x)
+
+    @property
+    def largest(self) -> float:
+        return 1.0
 
     @property
     def condition(self) -> float:
@@ -106,7 +114,11 @@ class FullRoot:
     def _inverse(self) -> Tensor:
         return (self.vectors / self.values.unsqueeze(-2)) @ self.vectors.mT
 
-    @property
+    @cached_property
+    def largest(self) -> float:
+        return float(self.values.max())
+
+    @cached_property
     def condition(self) -> float:
         return float(self.values.max() / self.values.min())
 
@@ -153,7 +165,11 @@ class LowRankRoot:
         extra = (values - tail[:, None]).unsqueeze(-2).to(x.dtype)
         return x * flat + ((x @ q) * extra) @ q.mT
 
-    @property
+    @cached_property
+    def largest(self) -> float:
+        return float(torch.maximum(self.values.max(), self.tail.max()))
+
+    @cached_property
     def condition(self) -> float:
         low = torch.minimum(self.values.min(), self.tail.min())
         high = torch.maximum(self.values.max(), self.tail.max())
@@ -178,7 +194,11 @@ class DiagonalRoot:
     def sq_norms(self, x: Tensor) -> Tensor:
         return _sq(self.times(x))
 
-    @property
+    @cached_property
+    def largest(self) -> float:
+        return float(self.values.max())
+
+    @cached_property
     def condition(self) -> float:
         return float(self.values.max() / self.values.min())
 
@@ -229,7 +249,12 @@ class ProductRoot:
         value = (1 / self.bias if inverse else self.bias).to(x.dtype)
         return torch.cat([whole, x[..., -1:] * value[:, None, None]], -1)
 
-    @property
+    @cached_property
+    def largest(self) -> float:
+        product = self.channel.largest * self.spatial.largest
+        return product if self.bias is None else max(product, float(self.bias.max()))
+
+    @cached_property
     def condition(self) -> float:
         product = self.channel.condition * self.spatial.condition
         if self.bias is None:

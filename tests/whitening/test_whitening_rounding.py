@@ -1,0 +1,135 @@
+"""The bound after rounding, for gradients that lie where a map shrinks most."""
+
+import math
+
+import pytest
+import torch
+
+from curvedp.clipping import FlatClipping, NormalisedClipping
+from curvedp.clipping.bounded import clipped_sum
+from curvedp.curvature import SecondMoment
+from curvedp.layers.dense import DenseIO, NormMethod
+from curvedp.layers.io import DirectIO
+from curvedp.layers.linear import LinearGeometry
+from curvedp.layers.lookup import LookupIO
+from curvedp.whitening import (
+    Damping,
+    DiagonalMap,
+    JointMap,
+    KroneckerMap,
+    LayerwiseWhitener,
+    damped_root,
+    maps,
+)
+from curvedp.whitening.roots import DiagonalRoot, IdentityRoot
+
+P, R = 40, 6
+SHAPE = torch.Size((R, P))
+
+
+def steep(damping):
+    """A root that shrinks one direction by ``damping^-1/2`` against the others."""
+    direction = torch.nn.functional.normalize(
+        torch.randn(P, dtype=torch.float64), dim=0
+    )
+    moment = SecondMoment(1.0, matrix=torch.outer(direction, direction).unsqueeze(0))
+    return damped_root(moment, 0.5, Damping(damping), rank=1), direction
+
+
+def whiteners(damping):
+    root, direction = steep(damping)
+    kronecker = KroneckerMap("w", None, SHAPE, 1, IdentityRoot(), root)
+    joint = JointMap(
+        "w", None, SHAPE, 1,
+        direction.reshape(1, P, 1), torch.ones(1, 1, dtype=torch.float64),
+        torch.eye(R, dtype=torch.float64).unsqueeze(0),
+        torch.ones(1, R, dtype=torch.float64), damping,
+    )  # fmt: skip
+    return {"kronecker": kronecker, "joint": joint}, direction
+
+
+def contribution(whitener, io, rule):
+    total = clipped_sum(
+        [io],
+        rule,
+        LayerwiseWhitener([whitener], ["w"]),
+        parameters={"w": torch.zeros(SHAPE)},
+        present=torch.ones(io.batch_size, dtype=torch.bool),
+        step=0,
+    )
+    # what was really added, mapped without further rounding
+    added = {"w": io.weighted_sum(_weights(whitener, io, rule))["w"].double()}
+    length = whitener.apply(added)["w"].norm()
+    assert float(total.values["w"].double().norm()) <= float(length) * (1 + 1e-6)
+    return float(length) / rule.bound
+
+
+def _weights(whitener, io, rule):
+    return rule.weights(whitener.sq_norms(io).unsqueeze(0))[0]
+
+
+def forms(direction):
+    """One example, whose gradient is along the steep direction, in every form."""
+    d = torch.randn(1, 1, R)
+    a = (1e4 * direction).float().reshape(1, 1, P)
+    geometry = LinearGeometry(SHAPE)
+    single = DenseIO("l", "w", None, [(a, d)], geometry)
+    yield single
+    yield DirectIO("l", single.per_example())
+    many = (a.expand(1, 30, P).contiguous(), torch.randn(1, 30, R))
+    for method in NormMethod:
+        yield DenseIO("l", "w", None, [many], geometry, method)
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "joint"])
+@pytest.mark.parametrize("damping", [1e-2, 1e-6, 1e-10])
+def test_rounding_that_a_map_stretches_is_within_the_bound(kind, damping):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        found, direction = whiteners(damping)
+        for io in forms(direction):
+            for rule in (FlatClipping(1.0), NormalisedClipping(1.0)):
+                assert contribution(found[kind], io, rule) <= 1 + 1e-6
+
+
+def test_without_the_allowance_it_would_not_be(monkeypatch):
+    monkeypatch.setattr(maps, "raised", lambda squares, error: squares)
+    worst = 0.0
+    for seed in range(5):
+        torch.manual_seed(seed)
+        found, direction = whiteners(1e-10)
+        for io in forms(direction):
+            worst = max(worst, contribution(found["kronecker"], io, FlatClipping(1.0)))
+    assert worst > 1 + 1e-4
+
+
+def test_diagonal_maps_and_tables_too():
+    torch.manual_seed(0)
+    scales = torch.logspace(-5, 5, R * P, dtype=torch.float64).reshape(SHAPE)
+    g = torch.zeros(1, *SHAPE)
+    g[0, 0, 0] = 1e8 / 3
+    g[0, -1, -1] = 1e-4
+    diagonal = DiagonalMap({"w": scales})
+    assert (
+        contribution(diagonal, DirectIO("l", {"w": g}), FlatClipping(1.0)) <= 1 + 1e-6
+    )
+    left = DiagonalRoot(torch.logspace(-3, 3, R, dtype=torch.float64))
+    table = KroneckerMap("w", None, SHAPE, 1, left, steep(1e-8)[0])
+    ids, d = torch.randint(0, R, (1, 50)), torch.randn(1, 50, P)
+    lookup = LookupIO("l", "w", R, None, [(ids, d)])
+    assert contribution(table, lookup, FlatClipping(1.0)) <= 1 + 1e-6
+
+
+def test_ordinary_gradients_are_hardly_touched():
+    torch.manual_seed(0)
+    found, _ = whiteners(0.05)
+    io = DirectIO("l", {"w": torch.randn(20, *SHAPE)})
+    for whitener in found.values():
+        matrix = LayerwiseWhitener([whitener], ["w"]).materialize(
+            {"w": torch.zeros(SHAPE)}
+        )
+        true = (io.grads["w"].flatten(1).double() @ matrix.T).norm(dim=1)
+        ratio = whitener.sq_norms(io).sqrt() / true
+        assert torch.all(ratio >= 1)
+        assert float(ratio.max()) <= 1 + 1e-4
+        assert math.isfinite(float(ratio.max()))
