@@ -328,8 +328,12 @@ def test_reduced_precision_products_are_off_inside_and_back_after(switch_on):
         switch_on()
         before = precisions()
         assert {"tf32", "bf16"} & set(before.values())
-        with exact(torch.device("cpu")):
+        with precision._true_float32("cuda"):
             assert set(precisions().values()) == {"ieee"}
+        assert precisions() == before
+        with exact(torch.device("cpu")):
+            on_cpu = {n: p for n, p in precisions().items() if "mkldnn" in n}
+            assert set(on_cpu.values()) == {"ieee"}
         assert precisions() == before
         with pytest.raises(ZeroDivisionError), exact(torch.device("cpu")):
             raise ZeroDivisionError

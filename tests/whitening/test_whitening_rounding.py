@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from curvedp.clipping import FlatClipping, NormalisedClipping
+from curvedp.clipping import FlatClipping, NormalisedClipping, bounded
 from curvedp.clipping.bounded import clipped_sum
 from curvedp.curvature import SecondMoment
+from curvedp.layers import precision
 from curvedp.layers.dense import DenseIO, NormMethod
 from curvedp.layers.io import DirectIO
 from curvedp.layers.linear import LinearGeometry
@@ -19,6 +20,7 @@ from curvedp.whitening import (
     KroneckerMap,
     LayerwiseWhitener,
     damped_root,
+    joint,
     maps,
 )
 from curvedp.whitening.roots import DiagonalRoot, IdentityRoot
@@ -57,15 +59,7 @@ def contribution(whitener, io, rule):
         present=torch.ones(io.batch_size, dtype=torch.bool),
         step=0,
     )
-    # what was really added, mapped without further rounding
-    added = {"w": io.weighted_sum(_weights(whitener, io, rule))["w"].double()}
-    length = whitener.apply(added)["w"].norm()
-    assert float(total.values["w"].double().norm()) <= float(length) * (1 + 1e-6)
-    return float(length) / rule.bound
-
-
-def _weights(whitener, io, rule):
-    return rule.weights(whitener.sq_norms(io).unsqueeze(0))[0]
+    return float(total.values["w"].double().norm()) / rule.bound
 
 
 def forms(direction):
@@ -92,8 +86,8 @@ def test_rounding_that_a_map_stretches_is_within_the_bound(kind, damping):
                 assert contribution(found[kind], io, rule) <= 1 + 1e-6
 
 
-def test_without_the_allowance_it_would_not_be(monkeypatch):
-    monkeypatch.setattr(maps, "raised", lambda squares, error: squares)
+def test_a_sum_in_float32_would_break_the_bound(monkeypatch):
+    monkeypatch.setattr(bounded, "norm_dtype", precision.compute_dtype)
     worst = 0.0
     for seed in range(5):
         torch.manual_seed(seed)
@@ -101,6 +95,17 @@ def test_without_the_allowance_it_would_not_be(monkeypatch):
         for io in forms(direction):
             worst = max(worst, contribution(found["kronecker"], io, FlatClipping(1.0)))
     assert worst > 1 + 1e-4
+
+
+def test_where_all_is_float32_the_allowance_keeps_it(monkeypatch):
+    for module in (bounded, maps, joint):
+        monkeypatch.setattr(module, "norm_dtype", precision.compute_dtype)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        found, direction = whiteners(1e-6)
+        for whitener in found.values():
+            for io in forms(direction):
+                assert contribution(whitener, io, FlatClipping(1.0)) <= 1 + 1e-6
 
 
 def test_diagonal_maps_and_tables_too():

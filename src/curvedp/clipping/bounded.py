@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvedp.barrier import ClippedSum
+from curvedp.barrier import IDENTITY_FRAME, ClippedSum
 from curvedp.clipping.rules import ClippingRule
 from curvedp.layers.grouping import grouped
 from curvedp.layers.io import LayerIO
-from curvedp.layers.precision import exact
+from curvedp.layers.precision import compute_dtype, exact, norm_dtype
 from curvedp.whitening.base import Whitener
 
 __all__ = ["clipped_sum"]
@@ -48,13 +48,13 @@ def clipped_sum(
         An example with a non-finite value anywhere, or a norm that overflows,
         contributes exactly zero, and leaves the others as they are.
     """
-    device = next(iter(parameters.values())).device
+    first = next(iter(parameters.values()))
+    device = first.device
+    # A map may stretch the sum's rounding: then it is added up as norms are computed.
+    plain = whitener.frame == IDENTITY_FRAME
+    dtype = None if plain else norm_dtype(first)
     values = {
-        name: torch.zeros(
-            p.shape,
-            device=device,
-            dtype=torch.float64 if p.dtype == torch.float64 else torch.float32,
-        )
+        name: torch.zeros(p.shape, device=device, dtype=dtype or compute_dtype(p))
         for name, p in parameters.items()
     }
     present = present.to(device)
@@ -74,7 +74,9 @@ def clipped_sum(
         weights = rule.weights(sq_norms)
         weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
         for io, weight in zip(ios, weights, strict=True):
-            for name, total in io.weighted_sum(weight).items():
+            for name, total in io.weighted_sum(weight, dtype).items():
                 values[name] = values[name] + total
-        summed = whitener.apply(values) | rule.extras(sq_norms, kept)
+        mapped = whitener.apply(values)
+        summed = {n: v.to(compute_dtype(parameters[n])) for n, v in mapped.items()}
+        summed |= rule.extras(sq_norms, kept)
         return ClippedSum(summed, rule.bound, whitener.frame, step)

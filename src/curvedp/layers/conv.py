@@ -111,7 +111,8 @@ class ConvGeometry(Geometry):
     def weight_sum(self, x: Tensor, d: Tensor) -> Tensor:
         # cuDNN may take an algorithm that rounds coarsely (Winograd, FFT), and the
         # bound must hold for what is really added: a plain matrix product, in chunks.
-        native = x.device.type == "cpu"
+        # A CPU has no fast kernel for float64 either.
+        native = x.device.type == "cpu" and x.dtype == torch.float32
         return self._weight_sum_native(x, d) if native else self._weight_sum_rows(x, d)
 
     def _weight_sum_rows(self, x: Tensor, d: Tensor) -> Tensor:

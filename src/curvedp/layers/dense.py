@@ -154,11 +154,13 @@ class DenseIO(LayerIO):
         for start in range(0, self.batch_size, size):
             yield slice(start, start + size), method
 
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+    def weighted_sum(
+        self, weights: Tensor, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
         weight_sum: Tensor | None = None
         bias_sum: Tensor | None = None
+        dtype = dtype or compute_dtype(self.calls[0][1])
         for x, d in self.calls:
-            dtype = compute_dtype(d)
             scale = weights.to(dtype).reshape(-1, *([1] * (d.dim() - 1)))
             scaled = d.to(dtype) * scale
             part = self.geometry.weight_sum(x.to(dtype), scaled)

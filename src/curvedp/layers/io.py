@@ -56,8 +56,13 @@ class LayerIO(ABC):
         """Upper bound on the squared norm of every gradient, ``[B]``, float64."""
 
     @abstractmethod
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        """``sum_i weights[i] g_i`` for every parameter; ``weights`` is ``[B]``."""
+    def weighted_sum(
+        self, weights: Tensor, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """``sum_i weights[i] g_i`` for every parameter; ``weights`` is ``[B]``.
+
+        Added up in ``dtype``; by default in float32, or float64 if the model is.
+        """
 
     @abstractmethod
     def keep(self, mask: Tensor) -> LayerIO:
@@ -121,7 +126,9 @@ class UnreachedIO(LayerIO):
     def sq_norms(self) -> Tensor:
         return torch.zeros(self.examples, device=self.device, dtype=torch.float64)
 
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+    def weighted_sum(
+        self, weights: Tensor, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
         return {}
 
     def keep(self, mask: Tensor) -> UnreachedIO:
@@ -164,13 +171,10 @@ class DirectIO(LayerIO):
         assert isinstance(total, Tensor)
         return total
 
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        sums = {}
-        for name, g in self.grads.items():
-            g = g.to(compute_dtype(g))
-            flat = weights.to(g.dtype) @ g.reshape(g.shape[0], -1)
-            sums[name] = flat.reshape(g.shape[1:])
-        return sums
+    def weighted_sum(
+        self, weights: Tensor, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        return {n: _weighted(g, weights, dtype) for n, g in self.grads.items()}
 
     def keep(self, mask: Tensor) -> DirectIO:
         kept = {n: replace_examples(g, mask) for n, g in self.grads.items()}
@@ -185,6 +189,17 @@ class DirectIO(LayerIO):
 
     def per_example(self) -> dict[str, Tensor]:
         return {n: g.to(compute_dtype(g)) for n, g in self.grads.items()}
+
+
+def _weighted(g: Tensor, weights: Tensor, dtype: torch.dtype | None) -> Tensor:
+    dtype = dtype or compute_dtype(g)
+    rows, weights = g.reshape(g.shape[0], -1), weights.to(dtype)
+    if rows.dtype == dtype:
+        return (weights @ rows).reshape(g.shape[1:])
+    size = max(1, CHUNK_ELEMENTS.get(g.device.type, 2**20) // max(1, rows.shape[1]))
+    pieces = zip(torch.split(weights, size), torch.split(rows, size), strict=True)
+    total = torch.stack([w @ part.to(dtype) for w, part in pieces]).sum(0)
+    return total.reshape(g.shape[1:])
 
 
 def _sq_lengths(g: Tensor) -> Tensor:

@@ -80,8 +80,10 @@ class JoinedIO(LayerIO):
                     total = total + 2 * _cross(left, right, name)
         return total.clamp_min(0)
 
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        return _added([part.weighted_sum(weights) for part in self.parts])
+    def weighted_sum(
+        self, weights: Tensor, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        return _added([part.weighted_sum(weights, dtype) for part in self.parts])
 
     def keep(self, mask: Tensor) -> JoinedIO:
         return replace(self, parts=[part.keep(mask) for part in self.parts])

@@ -77,8 +77,11 @@ class LookupIO(LayerIO):
         hidden = in_norm * spread.sqrt()
         return (norms.double() + hidden).square() + in_sum**2 * spread
 
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+    def weighted_sum(
+        self, weights: Tensor, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
         ids, d = self.tokens()
+        d = d.to(dtype or d.dtype)
         scaled = d * weights.to(d.dtype).reshape(-1, 1, 1)
         table = d.new_zeros(self.rows, d.shape[-1])
         table.index_add_(0, ids.flatten(), scaled.flatten(0, 1))

@@ -22,7 +22,7 @@ from torch import Tensor
 from curvedp.errors import ConfigurationError
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import LayerIO
-from curvedp.layers.precision import ROUNDING, compute_dtype, square_dtype
+from curvedp.layers.precision import ROUNDING, norm_dtype, square_dtype
 from curvedp.whitening.maps import DenseMap, Values, raised
 
 __all__ = ["FloorSchedule", "JointMap", "matched_floor"]
@@ -65,7 +65,7 @@ class JointMap(DenseMap):
         if isinstance(io, DenseIO):
             return torch.cat([self._of_rows(io, part) for part, _ in io.chunks()])
         m = self.matrix(io.per_example())
-        rounding = 8 * ROUNDING[compute_dtype(m)]
+        rounding = 8 * ROUNDING[norm_dtype(m)]
         m = m.to(square_dtype(m))
         error = self._largest * rounding * m.square().sum((1, 2, 3)).sqrt()
         return raised(self._of_gradients(m), error)
@@ -78,7 +78,7 @@ class JointMap(DenseMap):
         like = io.calls[0][1]
         a, d = io.rows(part, square_dtype(like))
         spread = (a.square().sum((2, 3)) * d.square().sum((2, 3))).sum(1).sqrt()
-        rounding = (a.shape[2] + 8) * ROUNDING[compute_dtype(like)]
+        rounding = (a.shape[2] + 8) * ROUNDING[norm_dtype(like)]
         return raised(self._of_pairs(a, d), self._largest * rounding * spread)
 
     def _of_pairs(self, a: Tensor, d: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ Kronecker map is ``P g = s L g R`` with roots ``L [r, r]`` of the output gradien
 All of it happens in float64 where the device is not much slower at that. Elsewhere the
 norm is raised by what float32 and the root's condition can hide.
 
-The clipped sum is added up in float32 before it is mapped, and a map may stretch its
-rounding more than the gradient itself, which lies where the map shrinks most. An
-example's rounding is at most ``e = (T + 8) v S`` with v the round-off of the sum and
-``S >= sum_t ||d_t|| ||a_t||``. So a norm is raised to ``||P g|| + ||P|| e``.
+The clipped sum is added up before it is mapped, and a map may stretch its rounding more
+than the gradient, which may lie where the map shrinks most. So it is added up in the
+dtype of the norms as well. An example's rounding is at most ``e = (T + 8) v S`` with v
+the round-off and ``S >= sum_t ||d_t|| ||a_t||``, and a norm is raised to
+``||P g|| + ||P|| e``: by nothing to speak of in float64, in the fourth digit in
+float32.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch import Tensor
 from curvedp.layers.dense import DenseIO, NormMethod, choose_method, outer_sq_norms
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO
 from curvedp.layers.lookup import LookupIO
-from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype, square_dtype
+from curvedp.layers.precision import ROUNDING, norm_dtype, square_dtype
 from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, Root
 
 __all__ = [
@@ -108,9 +110,9 @@ class DiagonalMap:
             for n, g in plain.items()
         }
         mapped = DirectIO(io.name, grads).sq_norms()
-        rounding = 8 * ROUNDING[compute_dtype(next(iter(plain.values())))]
-        spread, in_sum = io.spread()
-        return raised(mapped, self._largest * max(rounding, in_sum) * spread)
+        first = next(iter(plain.values()))
+        error = 8 * ROUNDING[norm_dtype(first)] * io.spread()[0]
+        return raised(mapped, self._largest * error)
 
     @cached_property
     def _largest(self) -> float:
@@ -201,7 +203,7 @@ class KroneckerMap(DenseMap):
         for start in range(0, io.batch_size, size):
             part = {n: g[start : start + size] for n, g in grads.items()}
             m = self.matrix(part)
-            rounding = 8 * ROUNDING[compute_dtype(m)]
+            rounding = 8 * ROUNDING[norm_dtype(m)]
             m = m.to(norm_dtype(m))
             error = largest * rounding * _sq_norms(m).sum(1).sqrt()
             found.append(raised(self._of_gradients(m), error))
@@ -210,7 +212,7 @@ class KroneckerMap(DenseMap):
     def _of_rows(self, io: DenseIO, part: slice) -> Tensor:
         like = io.calls[0][1]
         a, d = io.rows(part, norm_dtype(like))
-        rounding = (a.shape[2] + 8) * ROUNDING[compute_dtype(like)]
+        rounding = (a.shape[2] + 8) * ROUNDING[a.dtype]
         spread = (_sq_norms(a) * _sq_norms(d)).sum(1).sqrt()
         error = self.left.largest * self.right.largest * rounding * spread
         return raised(self._of_pairs(io, a, d), error)
@@ -244,10 +246,8 @@ class KroneckerMap(DenseMap):
         rows = self.left.values.to(d.device, d.dtype)[ids].unsqueeze(-1)
         mapped = self.right.times((d * rows).unsqueeze(1)).squeeze(1)
         squares = replace(io, calls=[(ids, mapped)], padding=None).sq_norms()
-        spread, rounding = io.spread()
-        return raised(
-            squares, self.left.largest * self.right.largest * rounding * spread
-        )
+        error = (ids.shape[1] + 8) * ROUNDING[d.dtype] * io.spread()[0]
+        return raised(squares, self.left.largest * self.right.largest * error)
 
     def _map(self, m: Tensor) -> Tensor:
         return self.left.times(self.right.times(m).mT).mT
