@@ -12,7 +12,7 @@ WORKERS ?= 2
 
 help:
 	@echo "make setup     create $(VENV) and install curvedp with its tools"
-	@echo "make demo      train dp-sgd beside the non-private reference on real digits"
+	@echo "make demo      train dp-sgd, dp-kfc and dp-ngd beside the non-private reference"
 	@echo "make test      lint, types and tests (under 10 minutes on 2 cores)"
 	@echo "make test-all  the same with the slow tests"
 	@echo "make lint      ruff, import contracts, spelling"
@@ -28,7 +28,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	OMP_NUM_THREADS=2 $(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py
 
 test: lint types unit
 

@@ -239,3 +239,21 @@ def test_tokens_and_features_have_synthetic_probes():
     signals = torch.randn(40, 2, 9, generator=generator)
     signal_model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(21, 3))
     train(attach(TensorDataset(signals, labels), "dp-kfc", signal_model), 2)
+
+
+def test_an_oracle_in_an_earlier_sitting_is_not_forgotten(tmp_path):
+    options = {"unsafe_reproducible_noise": None, "run_dir": tmp_path / "run"}
+    with attach(examples(), "dp-kfc", probe="oracle", **options) as first:
+        first.save()
+        train(first, 2)
+    with attach(examples(), "dp-kfc", **options) as second:
+        assert not second.statement().facts["private"]
+        assert second.statement().facts["epsilon"] is None
+        with pytest.raises(NotPrivateError):
+            second.epsilon()
+
+
+def test_the_statement_names_public_data_as_unprotected():
+    public = PublicProbe(examples(60, seed=9))
+    private = attach(examples(), "dp-kfc", probe="public", probes=public)
+    assert any("declared public" in c for c in private.statement().caveats)

@@ -28,9 +28,26 @@ from curvedp.accounting._validate import (
 from curvedp.accounting.accountants import Accountant, get_accountant
 from curvedp.accounting.events import ComposedEvent, Event, event_from_json, tally
 from curvedp.barrier import Relation
-from curvedp.errors import ConfigurationError, CurvedpError, LedgerError
+from curvedp.errors import (
+    ConfigurationError,
+    CurvedpError,
+    LedgerError,
+    NotPrivateError,
+)
 
-__all__ = ["LedgerHeader", "LedgerRecord", "Note", "Payment", "parse_ledger"]
+__all__ = [
+    "ORACLE_NOTE",
+    "LedgerHeader",
+    "LedgerRecord",
+    "Note",
+    "Payment",
+    "parse_ledger",
+]
+
+#: In the ledger of a run whose curvature comes from private data.
+ORACLE_NOTE = (
+    "oracle: curvature was taken from the private data without noise; no epsilon holds"
+)
 
 KIND = "curvedp-ledger"
 VERSION = 2
@@ -189,6 +206,11 @@ class LedgerRecord:
         """The remarks of the header, then those that were added."""
         return (*self.header.notes, *(n.note for n in self._notes))
 
+    @property
+    def is_oracle(self) -> bool:
+        """Whether curvature was ever taken from the private data, so nothing holds."""
+        return ORACLE_NOTE in self.notes()
+
     def next_attempt(self, step: int) -> int:
         """The attempt to pay for next: how often the step was paid for already."""
         return self._attempts.get(step, 0)
@@ -215,7 +237,16 @@ class LedgerRecord:
 
         Args:
             accountant: the header's own when None.
+
+        Raises:
+            NotPrivateError: the run took curvature from its private data.
         """
+        if self.is_oracle:
+            raise NotPrivateError(
+                "the run took curvature from its private data (an oracle, for "
+                "research): no epsilon holds, whatever was paid",
+                "run it with synthetic or public probes for a guarantee",
+            )
         chosen = get_accountant(accountant or self.header.accountant)
         return chosen.epsilon(self.event(), self.header.relation, self.header.delta)
 

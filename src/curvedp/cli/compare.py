@@ -208,6 +208,11 @@ def remarks(comparison: Comparison) -> list[str]:
             f"relation {rows[0]['relation']}; all private runs together: epsilon "
             f"{rows[0]['epsilon_of_all_runs']:.3g}"
         )
+    oracles = [row["recipe"] for row in comparison.rows if row.get("oracle")]
+    if oracles:
+        lines.append(
+            f"NOT PRIVATE: {', '.join(oracles)} took curvature from the private data"
+        )
     if any(not row["private"] for row in rows):
         lines.append("NO GUARANTEE: the noise was made reproducible")
     return lines

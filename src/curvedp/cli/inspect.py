@@ -13,7 +13,6 @@ from curvedp.cli.parameters import DeviceOption, JsonFlag, RunDirArgument
 from curvedp.errors import DataError
 from curvedp.experiments import (
     NOT_PRIVATE,
-    Trained,
     build_run,
     load_trained,
     predict_inputs,
@@ -56,7 +55,7 @@ def evaluate(
     config = replace(trained.config, metrics=names or trained.config.metrics)
     if device is not None:
         config = replace(config, device=device)
-    built = build_run(config)
+    built = build_run(config, to_train=False)
     if built.held_out is None:
         raise DataError(
             f"{built.source.name}: {NO_HELD_OUT}", "train with a test file declared"
@@ -65,7 +64,7 @@ def evaluate(
     document = {
         "run_dir": str(run_dir),
         "recipe": config.recipe,
-        "private": _is_private(trained),
+        "private": config.private,
         "step": trained.step,
         "metrics_computed_on": built.split,
         "metrics": values,
@@ -116,18 +115,15 @@ def predict(
     document = {
         "run_dir": str(run_dir),
         "step": trained.step,
-        "private": _is_private(trained),
+        "private": trained.config.private,
         "count": len(records),
         "output": None if output is None else str(output),
     }
+    if not trained.config.private:
+        document["label"] = NOT_PRIVATE
     if json_output:
         print_json(document if output else {**document, "predictions": records})
     elif output is None:
         typer.echo(to_text(records, ".csv"), nl=False)
     else:
         tell(f"{len(records)} predictions in {output}")
-
-
-def _is_private(trained: Trained) -> bool:
-    unsafe = trained.config.unsafe_reproducible_noise is not None
-    return trained.config.configured_recipe().private and not unsafe

@@ -53,6 +53,21 @@ _OPTIONS: dict[str, Any] = {
             _WHAT, "KEY=VALUE of the model, e.g. width=32.", "-M", "--model-option"
         ),
     ],
+    "public_data": Annotated[
+        str | None,
+        _option(
+            _WHAT, "Data declared public, to probe a recipe that whitens (as --data)."
+        ),
+    ],
+    "public_option": Annotated[
+        list[str] | None,
+        _option(
+            _WHAT,
+            "KEY=VALUE declared about the public data.",
+            "-P",
+            "--public-option",
+        ),
+    ],
     "epsilon": Annotated[
         float | None, _option(_PRIVACY, "Privacy budget; calibrates the noise.")
     ],
@@ -149,6 +164,14 @@ _RUN_KEYS = (
     "physical_batch_size", "validation", "loss", "seed", "checkpoint_every", "device",
     "show_private_training_loss", "unsafe_reproducible_noise",
 )  # fmt: skip
+#: Table in the file, the key that names the thing, and the option for its details.
+_NAMED = (
+    ("data", "source", "data_option"),
+    ("model", "name", "model_option"),
+    ("public_data", "source", "public_option"),
+)
+#: Settings that are text whatever they look like, such as a layer named 0.
+_TEXTS = ("leave_out",)
 #: Ways to say the same thing; an option drops what the file says in the other way.
 _RIVALS = (
     (("epsilon",), ("noise_multiplier",)),
@@ -170,8 +193,8 @@ def takes_run_settings(command: Callable[..., None]) -> Callable[..., None]:
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
     """The config file's table with the given options put into it."""
     table = {} if given["config"] is None else _read_toml(given["config"])
-    for name, key in (("data", "source"), ("model", "name")):
-        options = parse_pairs(given[f"{name}_option"] or [], f"--{name}-option")
+    for name, key, option in _NAMED:
+        options = parse_pairs(given[option] or [], f"--{option.replace('_', '-')}")
         if given[name] is not None or options:
             table[name] = _overlaid(table.get(name), key, given[name], options)
     privacy = _subtable(table, "privacy")
@@ -219,6 +242,9 @@ def parse_pairs(pairs: list[str], option: str) -> dict[str, Any]:
         key, mark, text = pair.partition("=")
         if not mark or not key:
             raise ConfigurationError(f"{option} {pair!r}", "write KEY=VALUE")
+        if key.rpartition(".")[2] in _TEXTS:
+            table[key] = text
+            continue
         try:
             table[key] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from curvedp.cli.output import print_statement, results, rows_of
 from curvedp.experiments import NOT_PRIVATE, Preview
+from curvedp.recipes import Curvature
 
-__all__ = ["print_preview"]
+__all__ = ["curvature_rows", "print_preview"]
 
 
 def print_preview(preview: Preview) -> None:
@@ -15,15 +16,20 @@ def print_preview(preview: Preview) -> None:
         f"Plan of {preview.recipe} (dry run: nothing is trained)", style="bold"
     )
     pairs = []
-    if plan is None:
+    if plan is None or preview.oracle:
         pairs.append(("guarantee", NOT_PRIVATE))
-    else:
+    if plan is not None and not preview.oracle:
         pairs += [
             ("epsilon", f"{plan.epsilon():.4g} at delta {plan.delta:g}"),
             ("relation", plan.relation.value),
+        ]
+    if plan is not None:
+        pairs.append(
             ("sigma", f"{plan.noise_multiplier:g} ({plan.clipping.name} clipping to "
-                      f"{plan.clipping.bound:g})"),
-        ]  # fmt: skip
+                      f"{plan.clipping.bound:g})")
+        )  # fmt: skip
+    if preview.curvature is not None:
+        pairs += curvature_rows(preview.curvature)
     batches = -(-sampling.expected_batch_size // preview.physical_batch_size)
     pairs += [
         ("steps", str(sampling.steps)),
@@ -43,6 +49,32 @@ def print_preview(preview: Preview) -> None:
     if preview.statement is not None:
         results.print()
         print_statement(preview.statement)
+
+
+def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:
+    """Probe, whitening and refresh of a recipe, for people."""
+    c = curvature
+    inputs = {
+        "synthetic": f"synthetic inputs, spectral power {c.spectral_power:g} if images",
+        "public": "examples declared public",
+        "oracle": "THE PRIVATE DATA ITSELF (oracle, for research)",
+    }[c.probe]
+    labels = {"model": "the model's", "uniform": "uniform", "own": "their own"}
+    if c.clamp == "off":
+        rank = f"{c.rank} eigenpairs" if c.rank else "all eigenpairs"
+        kind = "absolute" if c.absolute_damping else "relative"
+        how = f"side {c.side}, exponent {c.exponent:g}, {rank}, "
+        how += f"{kind} damping {c.damping:g}"
+    else:
+        floor = "no floor" if c.clamp == "none" else f"floor {c.clamp}"
+        how = f"products of eigenvalues, {floor}"
+    estimates = f"{c.probe_batches} x {c.probe_size} probes, {c.sharing}"
+    when = f"every {c.refresh} steps" if c.refresh else "once, before the first step"
+    return [
+        ("probe", f"{inputs}; labels {labels[c.labels]}"),
+        ("whitening", f"{how}; back-map {c.back_map}"),
+        ("refresh", f"{when}, from {estimates}"),
+    ]
 
 
 def _duration(seconds: float) -> str:

@@ -18,7 +18,6 @@ from curvedp.barrier import Relation
 from curvedp.cli.output import print_json, reports_errors, results, rows_of
 from curvedp.cli.parameters import JsonFlag
 from curvedp.errors import ConfigurationError, LedgerError, NotPrivateError
-from curvedp.train.ledgers import ORACLE_NOTE
 from curvedp.train.witnesses import check_ledger, witnesses
 
 __all__ = ["app"]
@@ -195,10 +194,10 @@ def _read(file: Path) -> LedgerRecord:
 
 def _account(record: LedgerRecord) -> dict[str, Any]:
     header, notes = record.header, list(record.notes())
-    if ORACLE_NOTE in notes:
+    if record.is_oracle:  # also before the first payment
         raise NotPrivateError(
-            "the run took curvature from its private data (an oracle, for research): "
-            "no epsilon holds, whatever was paid",
+            "NOT PRIVATE: the run took curvature from its private data (an oracle, for "
+            "research), so no epsilon holds, whatever was paid",
             "run it with synthetic or public probes for a guarantee",
         )
     count, steps = record.count(), record.paid_steps()

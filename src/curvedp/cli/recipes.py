@@ -12,7 +12,7 @@ from curvedp.cli.parameters import JsonFlag
 from curvedp.experiments import NOT_PRIVATE
 from curvedp.models import names as model_names
 from curvedp.models import options as model_options
-from curvedp.recipes import RECIPES, Recipe, get_recipe
+from curvedp.recipes import RECIPES, Curvature, Recipe, get_recipe
 
 __all__ = ["register"]
 
@@ -35,7 +35,7 @@ def recipes(
         if json_output:
             print_json(_document(recipe))
         else:
-            pairs = [(k, str(v)) for k, v in _document(recipe).items()]
+            pairs = [(k, _shown(v)) for k, v in _document(recipe).items()]
             results.print(rows_of(pairs, loud=("label",)))
         return
     if json_output:
@@ -62,11 +62,13 @@ def recipes(
 
 
 def _document(recipe: Recipe) -> dict[str, object]:
-    document = {
+    document: dict[str, object] = {
         **recipe.facts(),
         "summary": recipe.summary,
         "private": recipe.private,
     }
+    if recipe.modes:
+        document["modes"] = {name: dict(own) for name, own in recipe.modes.items()}
     return document if recipe.private else {**document, "label": NOT_PRIVATE}
 
 
@@ -76,4 +78,27 @@ def _defaults(recipe: Recipe) -> str:
         parts.append(f"decay {recipe.weight_decay:g}")
     if recipe.private:
         parts.append(f"{recipe.clipping} clipping, C {recipe.clip_norm:g}")
+    if recipe.curvature is not None:
+        parts.append(_whitening(recipe.curvature))
     return ", ".join(parts)
+
+
+def _whitening(curvature: Curvature) -> str:
+    how = (
+        f"side {curvature.side}, rank {curvature.rank}, damping {curvature.damping:g}"
+        if curvature.clamp == "off"
+        else f"clamp {curvature.clamp}"
+    )
+    return (
+        f"probe {curvature.probe}, {how}, back-map {curvature.back_map}, refresh "
+        f"{curvature.refresh}"
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):  # modes: what each of them sets
+        return "\n".join(
+            f"{name}: " + ", ".join(f"{k}={v}" for k, v in own.items())
+            for name, own in value.items()
+        )
+    return repr(value) if value == "" else str(value)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from curvedp.cli.compare import resume_and_show
-from curvedp.cli.options import takes_run_settings
+from curvedp.cli.options import parse_pairs, takes_run_settings
 from curvedp.cli.output import (
     print_json,
     print_statement,
@@ -28,7 +28,7 @@ from curvedp.cli.parameters import (
     RunDirOption,
 )
 from curvedp.cli.plans import print_preview
-from curvedp.errors import StorageError
+from curvedp.errors import ConfigurationError, StorageError
 from curvedp.experiments import (
     NOT_PRIVATE,
     RunConfig,
@@ -80,6 +80,19 @@ def train(
     clipping: Annotated[
         str | None, _method("flat, normalised or per-layer.", _RECIPES)
     ] = None,
+    mode: Annotated[
+        str | None,
+        _method("A set of the recipe's settings, e.g. paper.", "default"),
+    ] = None,
+    recipe_setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="SETTING=VALUE of the recipe, e.g. damping=0.1; repeatable. "
+            "See `curvedp recipes NAME`.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = None,
     run_dir: RunDirOption = None,
     dry_run: DryRunFlag = False,
     json_output: JsonFlag = False,
@@ -95,7 +108,9 @@ def train(
         "weight_decay": weight_decay,
         "clip_norm": clip_norm,
         "clipping": clipping,
+        "mode": mode,
     }
+    own = _joined(own, parse_pairs(recipe_setting or [], "--set"))
     config = RunConfig.from_mapping(_with_recipe(settings, recipe, own))
     if dry_run:
         preview = preview_run(build_run(config))
@@ -131,6 +146,17 @@ def resume(
         return resume_run(run_dir, device=device, on_progress=report, stop=stop)
 
     _run_and_show(start, "resumed", run_dir, json_output)
+
+
+def _joined(own: dict[str, Any], pairs: dict[str, Any]) -> dict[str, Any]:
+    """Options and ``--set`` as one table; what is said twice is refused."""
+    twice = sorted(k for k in pairs if own.get(k) is not None)
+    if twice:
+        option = twice[0].replace("_", "-")
+        raise ConfigurationError(
+            f"{twice[0]} is given by --{option} and by --set", "give it once"
+        )
+    return own | pairs
 
 
 def _with_recipe(
@@ -187,7 +213,7 @@ def _print_result(result: RunResult) -> None:
     if not result.finished:
         return
     pairs = [("recipe", result.config.recipe)]
-    if result.statement is None and result.facts is None:
+    if not result.private:
         pairs.append(("guarantee", NOT_PRIVATE))
     for name, value in result.metrics.items():
         shown = f"{value:.4f}" if name == "loss" else f"{100 * value:.2f} %"
@@ -208,10 +234,18 @@ def _print_result(result: RunResult) -> None:
 def _print_stored_facts(result: RunResult) -> None:
     facts = result.facts or {}
     pairs = [
-        ("guarantee", f"({facts['epsilon']:.4g}, {facts['delta']:g})-DP"),
+        ("guarantee", _stored_guarantee(result, facts)),
         ("relation", str(facts["relation"])),
         *(("note", note) for note in facts.get("notes", [])),
     ]
-    if not result.private:
-        pairs[0] = ("guarantee", "none: the noise was made reproducible")
     results.print(rows_of(pairs, loud=("note",)))
+
+
+def _stored_guarantee(result: RunResult, facts: dict[str, Any]) -> str:
+    if result.config.configured_recipe().oracle:
+        return "none: curvature was taken from the private data"
+    if result.config.unsafe_reproducible_noise is not None:
+        return "none: the noise was made reproducible"
+    if not result.private:
+        return f"none (epsilon is infinite at delta {facts['delta']:g})"
+    return f"({facts['epsilon']:.4g}, {facts['delta']:g})-DP"

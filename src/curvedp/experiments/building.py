@@ -19,8 +19,10 @@ from curvedp import models
 from curvedp.data import ArrayDataset, DataSource, Task
 from curvedp.errors import ConfigurationError, DataError
 from curvedp.experiments.config import RunConfig
+from curvedp.experiments.public import public_probe
 from curvedp.models.factory import call_factory, is_factory
 from curvedp.noise import RandomStreams, Stream
+from curvedp.probes import PublicProbe
 from curvedp.train import Progress, Trainer
 
 __all__ = [
@@ -80,6 +82,7 @@ class BuiltRun:
         train: the private examples that are trained on.
         held_out: what metrics are computed on, or None.
         split: name of the held-out part: "test", "validation" or "none".
+        probe: examples that are declared public, where the recipe asks for them.
         model: initialised, on its device.
         loss: name of the loss.
         metrics: names of the metrics.
@@ -93,6 +96,7 @@ class BuiltRun:
     model: nn.Module
     loss: str
     metrics: tuple[str, ...]
+    probe: PublicProbe | None = None
 
     @property
     def planned_steps(self) -> int:
@@ -118,12 +122,17 @@ class BuiltRun:
             unsafe_reproducible_noise=config.unsafe_reproducible_noise,
             show_private_training_loss=config.show_private_training_loss,
             on_progress=on_progress or (),
+            probes=self.probe,
             **{k: v for k, v in config.privacy.items() if v is not None},
         )
 
 
-def build_run(config: RunConfig) -> BuiltRun:
+def build_run(config: RunConfig, *, to_train: bool = True) -> BuiltRun:
     """Load the data, build and initialise the model, and check them together.
+
+    Args:
+        config: of the run.
+        to_train: False for evaluation, which needs no public data.
 
     Raises:
         DataError: the data cannot be read, or does not fit its declaration.
@@ -133,6 +142,7 @@ def build_run(config: RunConfig) -> BuiltRun:
     device = choose_device(config.device)
     source = datasets.load(config.data, **config.data_options)
     train, held_out, split = _parts(config, source)
+    probe = public_probe(config, source) if to_train else None
     metrics = _metrics(config, source.task)
     loss = config.loss or _LOSSES[source.task]
     if config.configured_recipe().private:
@@ -140,7 +150,7 @@ def build_run(config: RunConfig) -> BuiltRun:
     else:
         config.privacy_settings().sampling(len(train))
     model = build_model(config, ModelShape.of(source)).to(device)
-    return BuiltRun(config, source, train, held_out, split, model, loss, metrics)
+    return BuiltRun(config, source, train, held_out, split, model, loss, metrics, probe)
 
 
 def build_model(config: RunConfig, shape: ModelShape) -> nn.Module:

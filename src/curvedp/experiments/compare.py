@@ -107,10 +107,15 @@ class CompareConfig:
         """The config of one run; the index moves every seed."""
         base = self.base.settled()
         noise = base.unsafe_reproducible_noise
+        settings = dict(self.settings.get(recipe, {}))
+        whitens = get_recipe(recipe).curvature is not None
+        probes = whitens and settings.get("probe", "public") == "public"
         return replace(
             base,
             recipe=recipe,
-            recipe_settings=dict(self.settings.get(recipe, {})),
+            recipe_settings=settings,
+            public_data=base.public_data if probes else "",
+            public_data_options=base.public_data_options if probes else {},
             seed=(base.seed or 0) + index,
             unsafe_reproducible_noise=None if noise is None else noise + index,
         )
@@ -257,6 +262,8 @@ def _row(
     row: dict[str, Any] = {"recipe": recipe.name, "private": results[0].private}
     if not results[0].private:
         row["label"] = NOT_PRIVATE
+    if results[0].config.configured_recipe().oracle:
+        row["oracle"] = True
     row["metric"] = metric
     names = dict.fromkeys([metric, *results[0].metrics])
     for name in names:
@@ -273,17 +280,21 @@ def _row(
         "sigma": facts.get("noise_multiplier"),
         "steps": results[0].steps,
         "seconds": round(float(np.mean([r.seconds for r in results])), 3),
-        "epsilon_of_all_runs": everything if recipe.private else None,
+        "epsilon_of_all_runs": None if facts.get("epsilon") is None else everything,
     }
 
 
 def _epsilon_of_all(results: list[RunResult]) -> float | None:
-    """What all private runs have spent together on this data, by their ledgers."""
+    """What all private runs have spent together on this data, by their ledgers.
+
+    A run with an oracle has nothing to add up; its row says that it is not private.
+    """
     ledgers = [
         read_ledger(r.run_dir / "ledger.jsonl")
         for r in results
         if r.facts is not None and r.run_dir is not None
     ]
+    ledgers = [ledger for ledger in ledgers if not ledger.is_oracle]
     if not ledgers:
         return None
     header = ledgers[0].header

@@ -4,7 +4,8 @@ In a config file::
 
     data = "digits"                 # or a table: [data] source = "adult.csv", ...
     model = "cnn"                   # or: [model] name = "cnn", width = 16
-    recipe = "dp-sgd"               # or: [recipe] name = "dp-sgd", learning_rate = 1.0
+    recipe = "dp-sgd"               # or: [recipe] name = "dp-kfc", damping = 0.1
+    public_data = "other.npz"       # or: [public_data] source = "other.npz", ...
 
     [privacy]
     epsilon = 3.0
@@ -31,7 +32,10 @@ from curvedp.train.losses import LOSSES
 from curvedp.train.metrics import METRICS
 from curvedp.train.settings import PrivacySettings
 
-__all__ = ["DEFAULT_BATCH_SIZE", "DEFAULT_EPOCHS", "RunConfig"]
+__all__ = ["DEFAULT_BATCH_SIZE", "DEFAULT_EPOCHS", "NOT_PRIVATE", "RunConfig"]
+
+#: How every output labels what has no guarantee.
+NOT_PRIVATE = "NOT PRIVATE"
 
 #: What is taken where a run does not declare its sampling (by rate) itself.
 DEFAULT_BATCH_SIZE, DEFAULT_EPOCHS = 256, 20
@@ -40,7 +44,12 @@ DEFAULT_BATCH_SIZE, DEFAULT_EPOCHS = 256, 20
 BUILT_IN_DATA = "digits"
 
 #: Tables that a config file may have, and the key that names the thing itself.
-_NAMED_TABLES = {"data": "source", "model": "name", "recipe": "name"}
+_NAMED_TABLES = {
+    "data": "source",
+    "model": "name",
+    "recipe": "name",
+    "public_data": "source",
+}
 _PRIVACY_TYPES: dict[str, tuple[type, ...]] = {
     "epsilon": (float, int),
     "noise_multiplier": (float, int),
@@ -81,6 +90,9 @@ class RunConfig:
         model_options: of the model.
         recipe: name of the method.
         recipe_settings: what differs from the recipe's defaults.
+        public_data: built-in name, file or folder that is declared public, for a recipe
+            that probes with public data; empty for none.
+        public_data_options: what is declared about it.
         privacy: fields of :class:`curvedp.train.settings.PrivacySettings`.
         physical_batch_size: rows that are computed at once; bounds memory.
         seed: of the public random streams: initialisation, dropout, validation split.
@@ -99,6 +111,8 @@ class RunConfig:
     model_options: Mapping[str, Any] = field(default_factory=dict)
     recipe: str = "dp-sgd"
     recipe_settings: Mapping[str, Any] = field(default_factory=dict)
+    public_data: str = ""
+    public_data_options: Mapping[str, Any] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
     physical_batch_size: int | None = None
     seed: int | None = None
@@ -141,6 +155,7 @@ class RunConfig:
             if isinstance(thing, Mapping):
                 options = dict(thing)
                 given[name] = options.pop(key, "" if name == "model" else None)
+                _refuse_nameless(name, key, given[name])
                 given[_OPTIONS[name]] = options
             elif isinstance(thing, str):
                 given[name] = thing
@@ -177,13 +192,12 @@ class RunConfig:
         if not any(name in privacy for name in _BY_RATE):
             sizes = {"batch_size": DEFAULT_BATCH_SIZE, "epochs": DEFAULT_EPOCHS}
             privacy = {**sizes, **privacy}
-        options = dict(self.data_options)
-        if isinstance(options.get("test"), str | Path):
-            options["test"] = _full_path(str(options["test"]))
         return replace(
             self,
-            data=self.data if self.data == BUILT_IN_DATA else _full_path(self.data),
-            data_options=options,
+            data=_settled_source(self.data),
+            data_options=_settled_options(self.data_options),
+            public_data=_settled_source(self.public_data),
+            public_data_options=_settled_options(self.public_data_options),
             privacy=privacy,
             # JSON numbers beyond 2^53 are not safe everywhere
             seed=secrets.randbits(31) if self.seed is None else self.seed,
@@ -191,7 +205,18 @@ class RunConfig:
 
     def configured_recipe(self) -> Recipe:
         """The recipe with this run's settings."""
-        return get_recipe(self.recipe).configure(**self.recipe_settings)
+        settings = dict(self.recipe_settings)
+        recipe = get_recipe(self.recipe)
+        if self.public_data and recipe.curvature is not None:
+            settings.setdefault("probe", "public")  # what else would it be for
+        return recipe.configure(**settings)
+
+    @property
+    def private(self) -> bool:
+        """Whether there is a guarantee: a private recipe, secret noise, no oracle."""
+        recipe = self.configured_recipe()
+        secret = self.unsafe_reproducible_noise is None
+        return recipe.private and not recipe.oracle and secret
 
     def privacy_settings(self) -> PrivacySettings:
         """The privacy settings as the library takes them."""
@@ -205,7 +230,26 @@ _OPTIONS = {
     "data": "data_options",
     "model": "model_options",
     "recipe": "recipe_settings",
+    "public_data": "public_data_options",
 }
+
+
+def _refuse_nameless(name: str, key: str, value: Any) -> None:
+    if name == "public_data" and not (isinstance(value, str) and value):
+        raise ConfigurationError(
+            f"[{name}] has no {key}", f'give {key} = "..." or leave the table out'
+        )
+
+
+def _settled_source(name: str) -> str:
+    return name if name in ("", BUILT_IN_DATA) else _full_path(name)
+
+
+def _settled_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    settled = dict(options)
+    if isinstance(settled.get("test"), str | Path):
+        settled["test"] = _full_path(str(settled["test"]))
+    return settled
 
 
 def _full_path(text: str) -> str:

@@ -16,7 +16,7 @@ from curvedp._version import __version__
 from curvedp.accounting import Ledger
 from curvedp.errors import ConfigurationError, CurvedpError, LedgerError
 from curvedp.experiments.building import ModelShape
-from curvedp.experiments.config import RunConfig
+from curvedp.experiments.config import NOT_PRIVATE, RunConfig
 from curvedp.experiments.jsonable import jsonable
 from curvedp.locks import LOCK_NAME
 from curvedp.storage import (
@@ -124,6 +124,8 @@ class RunFolder:
             "config": self.config.to_json(),
             "model_shape": None if self.shape is None else self.shape.to_json(),
         }
+        if not self.config.private:
+            content["label"] = NOT_PRIVATE
         write_json(self.path / "run.json", content)
 
     def write_result(self, result: dict[str, Any]) -> None:

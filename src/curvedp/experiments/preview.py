@@ -20,6 +20,8 @@ from curvedp.experiments.building import BuiltRun
 from curvedp.experiments.runs import NOT_PRIVATE
 from curvedp.layers import Batch, Coverage, cover, synthesiser_like
 from curvedp.plan import Plan, SamplingPlan
+from curvedp.probes import PublicProbe
+from curvedp.recipes import Curvature, Recipe
 from curvedp.train import Progress, Statement, Trainer, per_example_loss
 from curvedp.train.settings import default_physical_batch_size
 from curvedp.train.statement import make_statement
@@ -36,6 +38,8 @@ class Preview:
     Attributes:
         recipe: name of the method.
         private: whether it has a guarantee.
+        oracle: whether it looks at the private data for curvature.
+        curvature: the settings of a recipe that whitens, or None.
         sampling: the declared sampling.
         parameters: number of trainable parameters.
         coverage: a line per layer; None for a reference without a guarantee.
@@ -48,6 +52,8 @@ class Preview:
 
     recipe: str
     private: bool
+    oracle: bool
+    curvature: Curvature | None
     sampling: SamplingPlan
     parameters: int
     coverage: str | None
@@ -58,13 +64,18 @@ class Preview:
     held_out: str
     device: str
 
+    @property
+    def epsilon(self) -> float | None:
+        """The planned one; None where none would hold."""
+        return None if self.plan is None or self.oracle else self.plan.epsilon()
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         document: dict[str, Any] = {
             "dry_run": True,
             "recipe": self.recipe,
             "private": self.private,
-            "epsilon": None if self.plan is None else self.plan.epsilon(),
+            "epsilon": self.epsilon,
             "delta": None if self.plan is None else self.plan.delta,
             "relation": None if self.plan is None else self.plan.relation.value,
             "sigma": None if self.plan is None else self.plan.noise_multiplier,
@@ -76,6 +87,7 @@ class Preview:
             "device": self.device,
             "expected_seconds": round(self.seconds, 2),
             "metrics_computed_on": self.held_out,
+            "curvature": None if self.curvature is None else self.curvature.facts(),
             "coverage": None if self.coverage is None else self.coverage.splitlines(),
             "statement": None if self.statement is None else self.statement.facts,
         }
@@ -103,7 +115,12 @@ def preview_run(built: BuiltRun) -> Preview:
         coverage, held = found.explain(), found.activation_bytes
         header = LedgerHeader("dry-run", plan.relation, plan.delta)
         statement = make_statement(
-            plan, MemoryLedger(header), unsafe=unsafe, trusted_loss=False
+            plan,
+            MemoryLedger(header),
+            unsafe=unsafe,
+            trusted_loss=False,
+            oracle=recipe.oracle,
+            public_probe=built.probe is not None,
         )
     parameters = [p for p in built.model.parameters() if p.requires_grad]
     physical = config.physical_batch_size or default_physical_batch_size(
@@ -111,7 +128,9 @@ def preview_run(built: BuiltRun) -> Preview:
     )
     return Preview(
         recipe=recipe.name,
-        private=recipe.private and not unsafe,
+        private=config.private,
+        oracle=recipe.oracle,
+        curvature=recipe.curvature,
         sampling=sampling,
         parameters=sum(p.numel() for p in parameters),
         coverage=coverage,
@@ -142,14 +161,33 @@ def _synthetic(built: BuiltRun, rows: int) -> ArrayDataset:
 
 
 def _expected_seconds(built: BuiltRun, sampling: SamplingPlan, physical: int) -> float:
-    """Time of a few steps on a small synthetic batch, scaled up."""
+    """Time of a few steps on a small synthetic batch, scaled up; and of refreshes."""
     rows = min(_TIMED_ROWS, physical)
+    recipe = built.config.configured_recipe()
+    portions = math.ceil(sampling.expected_batch_size / physical)
+    curvature = recipe.curvature
+    if curvature is None:
+        step = _step_seconds(built, recipe, rows)
+        return step * (physical / rows) * portions * sampling.steps
+    # without a refresh, and with one at every step: the difference is a refresh
+    step = _step_seconds(built, recipe.configure(refresh=0), rows)
+    refresh = max(0.0, _step_seconds(built, recipe.configure(refresh=1), rows) - step)
+    times = 1 if not curvature.refresh else -(-sampling.steps // curvature.refresh)
+    return step * (physical / rows) * portions * sampling.steps + refresh * times
+
+
+def _step_seconds(built: BuiltRun, recipe: Recipe, rows: int) -> float:
+    """Of one step on synthetic rows, which stand in for public and private ones."""
     times: list[float] = []
+    synthetic = _synthetic(built, rows)
+    probes = None
+    if recipe.curvature is not None and recipe.curvature.probe != "synthetic":
+        recipe = recipe.configure(probe="public")
+        probes = PublicProbe(synthetic, allow_repeats=True)
 
     def note(_: Progress) -> None:
         times.append(time.monotonic())
 
-    recipe = built.config.configured_recipe()
     settings: dict[str, Any] = {"noise_multiplier": 1.0} if recipe.private else {}
     trainer = Trainer(
         copy.deepcopy(built.model),
@@ -161,9 +199,8 @@ def _expected_seconds(built: BuiltRun, sampling: SamplingPlan, physical: int) ->
         steps=_TIMED_STEPS,
         expected_batch_size=rows,
         delta=1e-9,
+        probes=probes,
         **settings,
     )
-    trainer.fit(_synthetic(built, rows))
-    step = (times[-1] - times[0]) / (len(times) - 1)
-    portions = math.ceil(sampling.expected_batch_size / physical)
-    return step * (physical / rows) * portions * sampling.steps
+    trainer.fit(synthetic)
+    return (times[-1] - times[0]) / (len(times) - 1)

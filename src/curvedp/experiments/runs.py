@@ -19,7 +19,7 @@ from curvedp.experiments.building import (
     build_run,
     choose_device,
 )
-from curvedp.experiments.config import RunConfig
+from curvedp.experiments.config import NOT_PRIVATE, RunConfig
 from curvedp.experiments.folder import RunFolder, refuse_existing
 from curvedp.locks import sole_writer
 from curvedp.train import (
@@ -48,8 +48,6 @@ __all__ = [
     "train_run",
 ]
 
-#: How every output labels what has no guarantee.
-NOT_PRIVATE = "NOT PRIVATE"
 #: What is said in place of an accuracy that would be a release.
 NO_HELD_OUT = (
     "the data has no test split, and a metric on the private training examples would "
@@ -319,7 +317,7 @@ def _unfinished(folder: RunFolder, built: BuiltRun) -> RunResult:
 
 def _stored_result(folder: RunFolder, stored: dict[str, Any]) -> RunResult:
     facts = stored["statement"]
-    if facts is not None:  # an infinite epsilon is stored as a word
+    if facts is not None and facts["epsilon"] is not None:  # inf is stored as a word
         facts = {**facts, "epsilon": float(facts["epsilon"])}
     return RunResult(
         config=folder.config,

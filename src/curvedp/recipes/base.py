@@ -17,6 +17,7 @@ from torch import nn
 from curvedp.clipping import ClippingRule, clipping_rule
 from curvedp.errors import ConfigurationError
 from curvedp.recipes.curvature import Curvature
+from curvedp.recipes.types import check_least, check_types
 from curvedp.update import Chain
 
 __all__ = ["Recipe"]
@@ -77,10 +78,9 @@ class Recipe:
                 f"recipe {self.name!r} has no setting {', '.join(sorted(unknown))}",
                 f"its settings are: {', '.join(self.setting_names())}",
             )
+        check_types(given, {f.name: str(f.type) for f in fields(Recipe)})
         for name in ("learning_rate", "momentum", "weight_decay"):
-            value = given.get(name, 0.0)
-            if not value >= 0 or value == float("inf"):
-                raise ConfigurationError(f"{name} must not be negative, not {value!r}")
+            check_least(name, given.get(name, 0.0), 0.0)
         configured = self._with(given)
         configured.clipping_rule()
         return configured
@@ -99,18 +99,18 @@ class Recipe:
         inner = {k: v for k, v in given.items() if k in names}
         outer = {k: v for k, v in given.items() if k not in names}
         if self.curvature is not None and inner:
-            try:
-                outer["curvature"] = replace(self.curvature, **inner)
-            except TypeError as error:
-                raise ConfigurationError(
-                    f"a setting of recipe {self.name!r} has the wrong type: {error}"
-                ) from error
+            outer["curvature"] = replace(self.curvature, **inner)
         return replace(self, **outer)
 
     def setting_names(self) -> list[str]:
         """What a user may set."""
         own = [f.name for f in fields(Recipe) if f.name not in _FIXED]
         return own + ([] if self.curvature is None else self.curvature.setting_names())
+
+    @property
+    def oracle(self) -> bool:
+        """Whether it takes curvature from the private data, so that nothing holds."""
+        return self.curvature is not None and self.curvature.probe == "oracle"
 
     def clipping_rule(self) -> ClippingRule:
         """The clip rule with its bound."""

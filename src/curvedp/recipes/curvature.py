@@ -6,14 +6,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from curvedp.curvature import Estimate, Refresh
+from curvedp.curvature.factors import SHARING
 from curvedp.errors import ConfigurationError
 from curvedp.probes import LabelRule, Probe
+from curvedp.recipes.types import check_choice, check_least, check_types
 from curvedp.whitening import (
     Damping,
     FloorSchedule,
     JointWhitening,
     KroneckerWhitening,
 )
+from curvedp.whitening.build import SIDES
 
 __all__ = ["BACK_MAPS", "Curvature"]
 
@@ -21,6 +24,26 @@ BACK_MAPS = ("none", "natural", "inverse")
 PROBES = ("synthetic", "public", "oracle")
 LABELS = ("model", "uniform", "own")
 CLAMPS = ("off", "matched", "printed", "none")
+_CHOICES = {
+    "probe": PROBES,
+    "labels": LABELS,
+    "sharing": SHARING,
+    "side": SIDES,
+    "back_map": BACK_MAPS,
+    "clamp": CLAMPS,
+}
+_LEAST = {"probe_size": 1, "probe_batches": 1, "refresh": 0, "rank": 0}
+#: A clamped map has both sides, all eigenpairs and the root 1/2; no other damping.
+_WHEN_CLAMPED: dict[str, Any] = {
+    "side": "both",
+    "rank": 0,
+    "exponent": 0.5,
+    "damping": 0.05,
+    "product": False,
+    "match_scale": False,
+    "absolute_damping": False,
+    "leave_out": "",
+}
 
 
 @dataclass(frozen=True)
@@ -79,19 +102,31 @@ class Curvature:
     leave_out: str = ""
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("probe", PROBES),
-            ("labels", LABELS),
-            ("back_map", BACK_MAPS),
-            ("clamp", CLAMPS),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigurationError(
-                    f"unknown {name} {getattr(self, name)!r}",
-                    f"choose one of: {', '.join(known)}",
-                )
+        check_types(self.facts(), {f.name: str(f.type) for f in fields(Curvature)})
+        for name, known in _CHOICES.items():
+            check_choice(name, getattr(self, name), known)
+        for name, least in _LEAST.items():
+            check_least(name, getattr(self, name), least)
+        check_least("spectral_power", self.spectral_power, 0.0)
+        if not 0 < self.floor_base <= 1:
+            raise ConfigurationError(
+                f"floor_base is {self.floor_base!r}",
+                "give a share of the safe floor above 0 and up to 1",
+            )
         self.schedule()
+        Damping(self.damping)
         self.whitening(steps=1, step_length=1.0)
+        if self.clamp != "off":
+            self._refuse_without_effect()
+
+    def _refuse_without_effect(self) -> None:
+        for name, fixed in _WHEN_CLAMPED.items():
+            if getattr(self, name) != fixed:
+                raise ConfigurationError(
+                    f"{name} = {getattr(self, name)!r} has no effect beside clamp = "
+                    f"{self.clamp!r}",
+                    f"set {name} = {fixed!r}, or clamp = 'off' for a Kronecker map",
+                )
 
     @staticmethod
     def setting_names() -> list[str]:
@@ -104,11 +139,6 @@ class Curvature:
 
     def schedule(self) -> Refresh:
         """When factors are estimated."""
-        if self.refresh < 0:
-            raise ConfigurationError(
-                f"refresh must be at least 0, not {self.refresh!r}",
-                "give a number of steps, or 0 for a whitener that never changes",
-            )
         return Refresh(self.refresh or None, self.decay)
 
     def estimate(self, probe: Probe, labels: LabelRule) -> Estimate:

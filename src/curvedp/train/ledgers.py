@@ -8,6 +8,7 @@ from typing import Any
 
 from curvedp._version import __version__
 from curvedp.accounting import Ledger, LedgerHeader, LedgerRecord, MemoryLedger
+from curvedp.accounting.records import ORACLE_NOTE
 from curvedp.errors import ConfigurationError, LedgerError
 from curvedp.plan import DEFAULT_NOISE_SOURCE, Plan
 from curvedp.storage import as_storage_error, clear_leftovers, make_folder
@@ -18,12 +19,6 @@ __all__ = ["WHEN_UNSAID", "note_lost_releases", "open_ledger"]
 
 #: Facts that older versions did not write, because there was nothing but this.
 WHEN_UNSAID = {"noise_source": DEFAULT_NOISE_SOURCE}
-
-
-#: In the ledger of a run whose curvature comes from private data.
-ORACLE_NOTE = (
-    "oracle: curvature was taken from the private data without noise; no epsilon holds"
-)
 
 
 def open_ledger(

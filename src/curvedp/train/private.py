@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from curvedp.accounting import MemoryLedger
+from curvedp.barrier import Provenance
 from curvedp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -222,11 +223,14 @@ class Private:
             unsafe=self._engine.streams.is_unsafe,
             trusted_loss=self._loss is None,
             oracle=self._oracle,
+            public_probe=self._engine.whiteners.provenance is Provenance.PUBLIC,
         )
 
     @property
     def _oracle(self) -> bool:
-        return not self._engine.whiteners.provenance.is_public
+        """Now, or in an earlier sitting of the same run: nothing takes it back."""
+        now = not self._engine.whiteners.provenance.is_public
+        return now or self._engine.ledger.is_oracle
 
     def note(self, text: str) -> None:
         """Put a remark into the ledger and thereby into every statement."""

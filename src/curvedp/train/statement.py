@@ -61,6 +61,7 @@ def make_statement(
     unsafe: bool,
     trusted_loss: bool,
     oracle: bool = False,
+    public_probe: bool = False,
 ) -> Statement:
     """The statement of a run as it stands.
 
@@ -69,8 +70,9 @@ def make_statement(
     made so far. The latter is given as well, and says what it assumes.
     """
     sampling = plan.sampling
-    planned = _if_accountable(plan.epsilon)
-    spent = _if_accountable(ledger.epsilon) if ledger.count() else 0.0
+    oracle = oracle or ledger.is_oracle
+    planned = None if oracle else _if_accountable(plan.epsilon)
+    spent = 0.0 if oracle or not ledger.count() else _if_accountable(ledger.epsilon)
     size = (
         f"; the number of examples, {sampling.public_size}, is public"
         if sampling.public_size is not None
@@ -106,6 +108,10 @@ def make_statement(
             "the loss of the training loop, which was not given to make_private: it is "
             "trusted not to mix examples",
         )
+    if public_probe:
+        caveats.insert(
+            0, "whoever is in the data that was declared public, to probe curvature"
+        )
     if planned is None:
         lines[0] = (
             "guarantee",
@@ -122,10 +128,11 @@ def make_statement(
             f"none (it would be epsilon {_text(planned)} with secret noise)",
         )
     if oracle:
-        planned = spent = None
+        spent = None
         title = "NO PRIVACY GUARANTEE: curvature was taken from the private data"
         lines[0] = ("guarantee", "none: the oracle is for research")
         lines[1] = ("steps", f"{ledger.count()} of {sampling.steps}")
+        caveats = ["anything: an oracle is for research on unprotected data"]
     for note in ledger.notes():
         lines.append(("note", note))
     facts = {
@@ -136,6 +143,7 @@ def make_statement(
         "epsilon": _number(planned),
         "epsilon_spent": _number(spent),
         "steps_paid": ledger.count(),
+        **({"target_epsilon": None} if oracle else {}),
         "notes": list(ledger.notes()),
         "not_covered": caveats,
         "curvedp": __version__,

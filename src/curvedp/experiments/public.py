@@ -1,0 +1,83 @@
+"""Public data for a recipe that probes with it: loaded, and held against the private.
+
+That the data is public is the user's declaration. What can be seen is checked: it is
+not the private data itself, it has the same shape, and there is enough of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from curvedp import data as datasets
+from curvedp.data import DataSource
+from curvedp.errors import ConfigurationError, DataError
+from curvedp.experiments.config import RunConfig
+from curvedp.probes import PublicProbe
+from curvedp.recipes import Curvature
+
+__all__ = ["public_probe"]
+
+
+def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
+    """The probe of a run's public data; None for a run that takes none.
+
+    Args:
+        config: settled, so that paths are full ones.
+        private: the data that is trained on.
+
+    Raises:
+        ConfigurationError: the recipe and the public data do not belong together.
+        DataError: it cannot be read, or does not fit the private data.
+    """
+    recipe = config.configured_recipe()
+    curvature = recipe.curvature
+    if not config.public_data:
+        if curvature is not None and curvature.probe == "public":
+            raise ConfigurationError(
+                "the recipe's probe is 'public', and no public data was given",
+                "give --public-data PATH with data that is declared public",
+            )
+        return None
+    if curvature is None or curvature.probe != "public":
+        probe = "takes none" if curvature is None else f"has probe {curvature.probe!r}"
+        raise ConfigurationError(
+            f"public data was given, and the recipe {recipe.name!r} {probe}",
+            "choose a recipe that whitens, with --set probe=public, or give no "
+            "--public-data",
+        )
+    _refuse_private_data(config)
+    public = datasets.load(config.public_data, **config.public_data_options)
+    _check(public, private, curvature)
+    return PublicProbe(public.train, name=Path(config.public_data).name)
+
+
+def _refuse_private_data(config: RunConfig) -> None:
+    if Path(config.public_data).resolve() == Path(config.data).resolve():
+        raise ConfigurationError(
+            f"{config.public_data} is the private data itself",
+            "give other data, whose people the run need not protect; for research "
+            "without a guarantee there is --set probe=oracle",
+        )
+
+
+def _check(public: DataSource, private: DataSource, curvature: Curvature) -> None:
+    if public.input_shape != private.input_shape:
+        raise DataError(
+            f"an input of {public.name} has shape {list(public.input_shape)}, and the "
+            f"private data has {list(private.input_shape)}",
+            "prepare the public data as the private data was",
+        )
+    own = (public.task, public.num_outputs) != (private.task, private.num_outputs)
+    if curvature.labels == "own" and own:
+        raise DataError(
+            f"{public.name} is a {public.task.value} of {public.num_outputs} outputs, "
+            f"and the private data a {private.task.value} of {private.num_outputs}: "
+            "its own labels do not fit the model",
+            "use --set labels=model",
+        )
+    if len(public.train) < curvature.probe_size:
+        raise DataError(
+            f"{public.name} has {len(public.train)} examples, and a probe batch takes "
+            f"{curvature.probe_size}",
+            f"use --set probe_size={len(public.train)}, or more data",
+        )

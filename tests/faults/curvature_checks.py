@@ -1,0 +1,113 @@
+"""Checks of the rules about curvature: no hidden oracle, no whitener from the batch."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+from curvedp.errors import ConfigurationError, NotPrivateError
+from curvedp.experiments import RunConfig
+from curvedp.probes import OracleProbe
+
+from .cases import attach, examples, train
+from .checking import clipped_sum, refused
+
+WHITENED = {"recipe": "dp-kfc", "seed": 3, "probe_size": 8, "probe_batches": 1}
+
+
+def frame(dataset, **options):
+    """The coordinates in which the first step of a whitened run clips."""
+    return clipped_sum(dataset, **{**WHITENED, **options}).frame
+
+
+# -- rule 9: curvature from private data is labelled, and has no epsilon --
+
+
+def oracle_has_no_guarantee():
+    private = attach(
+        examples(), **WHITENED, probe="oracle", unsafe_reproducible_noise=None
+    )
+    train(private)
+    facts = private.statement().facts
+    assert not facts["private"], "an oracle's statement claims a guarantee"
+    assert facts["epsilon"] is facts["epsilon_spent"] is None
+    refused(NotPrivateError, "private data", private.epsilon)
+
+
+def unsaid_oracle_is_refused():
+    refused(
+        ConfigurationError,
+        "oracle",
+        lambda: attach(examples(), **WHITENED, probes=OracleProbe(examples())),
+    )
+
+
+def oracle_is_not_forgotten():
+    options = {**WHITENED, "unsafe_reproducible_noise": None}
+    with tempfile.TemporaryDirectory() as folder:
+        options["run_dir"] = Path(folder) / "run"
+        with attach(examples(), probe="oracle", **options) as first:
+            first.save()
+            train(first)
+        with attach(examples(), **options) as second:
+            facts = second.statement().facts
+    assert not facts["private"], "the run's first steps looked at private data"
+    assert facts["epsilon"] is facts["epsilon_spent"] is None
+
+
+def oracle_run_is_labelled():
+    oracle = RunConfig("digits", recipe="dp-kfc", recipe_settings={"probe": "oracle"})
+    assert not oracle.private, "run.json, metrics and predictions have no label"
+    assert RunConfig("digits", recipe="dp-kfc").private
+
+
+# -- rule 11: the whitener is a function of public seeds and released parameters --
+
+
+def whitener_ignores_what_is_in_the_batch():
+    own = examples()
+    other = TensorDataset(5 * own.tensors[0] + 1, own.tensors[1])
+    assert frame(own) == frame(other), "the whitener looked at the batch"
+
+
+def whitener_ignores_the_size_of_the_batch():
+    x, y = examples().tensors
+    frames = {frame(TensorDataset(x[:n], y[:n])) for n in (24, 23)}
+    assert len(frames) == 1, "the whitener tells 24 examples from 23"
+
+
+def whitener_follows_the_public_seed_alone():
+    frames = {frame(examples(), unsafe_reproducible_noise=n) for n in (7, 8)}
+    assert len(frames) == 1, "probes are drawn from the secret stream of the noise"
+    assert frame(examples(), seed=4) not in frames
+
+
+def whitener_changes_at_declared_steps_only():
+    private = attach(examples(), **WHITENED, steps=8, refresh=3)
+    frames = []
+    for x, y in private.loader:
+        private.loss(private.model(x), y).backward()
+        if private._engine.accumulate():
+            frames.append(private._engine._open.pending.frame)
+            private._engine.release()
+    changes = [i for i in range(1, 8) if frames[i] != frames[i - 1]]
+    assert changes == [3, 6], f"declared were steps 3 and 6, changed {changes}"
+
+
+def whitener_is_made_of_released_parameters():
+    """A map that is made again on resuming is the one that was used before."""
+    options = {**WHITENED, "side": "both", "steps": 4, "refresh": 3}
+    whole = train(attach(examples(), **options))
+    private = attach(examples(), **options)
+    for x, y in private.loader:
+        private.loss(private.model(x), y).backward()
+        private.optimizer.step()
+        if private.step == 2:
+            break
+    state = private.state_dict()
+    again = attach(examples(), **options)
+    again.load_state_dict(state)
+    assert torch.equal(train(again), whole), "another whitener after resuming"

@@ -1,0 +1,105 @@
+"""Faults in how curvature reaches a run: rules 9 and 11."""
+
+from __future__ import annotations
+
+from curvedp.accounting import LedgerRecord
+from curvedp.curvature import Refresh
+from curvedp.experiments import RunConfig
+from curvedp.train import attach, probing, statement
+from curvedp.train.engine import Engine
+from curvedp.train.private import Private
+from curvedp.train.whitened import CurvatureSource
+
+from . import curvature_checks as checks
+from .mutate import Fault, Patch
+
+_AT = "self.whiteners.at(batch.step)"
+
+
+def _made_anew(change):
+    """The whitener of a step, made again with something of the batch in it."""
+    return f"(vars(self.whiteners).update(_made_at=None, {change}), {_AT})[1]"
+
+
+FAULTS = [
+    Fault(
+        "9 oracle without a label",
+        checks.oracle_has_no_guarantee,
+        (
+            Patch(attach.make_private, "not whiteners.provenance.is_public", "False"),
+            Patch(
+                Private._oracle,
+                "not self._engine.whiteners.provenance.is_public",
+                "False",
+            ),
+        ),
+    ),
+    Fault(
+        "9 oracle that is not asked for",
+        checks.unsaid_oracle_is_refused,
+        (Patch(probing.choose_probe, "not given.provenance.is_public", "False"),),
+    ),
+    Fault(
+        "9 oracle of an earlier sitting",
+        checks.oracle_is_not_forgotten,
+        (
+            Patch(Private._oracle, "now or self._engine.ledger.is_oracle", "now"),
+            Patch(statement.make_statement, "oracle or ledger.is_oracle", "oracle"),
+            Patch(LedgerRecord.epsilon, "if self.is_oracle:", "if False:"),
+        ),
+    ),
+    Fault(
+        "9 oracle in a run folder",
+        checks.oracle_run_is_labelled,
+        (Patch(RunConfig.private, "not recipe.oracle", "True"),),
+    ),
+    Fault(
+        "11 whitener from the batch",
+        checks.whitener_ignores_what_is_in_the_batch,
+        (
+            Patch(
+                Engine.accumulate,
+                _AT,
+                _made_anew(
+                    "_streams=RandomStreams(int(1e6 * float("
+                    "recording.layer_ios()[0].sq_norms().sum())))"
+                ),
+            ),
+        ),
+    ),
+    Fault(
+        "11 whitener from the batch's size",
+        checks.whitener_ignores_the_size_of_the_batch,
+        (
+            Patch(
+                Engine.accumulate,
+                _AT,
+                _made_anew(
+                    "_how=__import__('dataclasses').replace("
+                    "self.whiteners._how, size=int(batch.present.sum()))"
+                ),
+            ),
+        ),
+    ),
+    Fault(
+        "11 probes from the noise's stream",
+        checks.whitener_follows_the_public_seed_alone,
+        (Patch(CurvatureSource._generator, "Stream.PROBE", "Stream.NOISE"),),
+    ),
+    Fault(
+        "11 whitener at undeclared steps",
+        checks.whitener_changes_at_declared_steps_only,
+        (Patch(Refresh.last_due, "step - step % self.every", "step"),),
+    ),
+    Fault(
+        "11 whitener of other parameters after resuming",
+        checks.whitener_is_made_of_released_parameters,
+        (
+            Patch(
+                CurvatureSource.load,
+                'self._make(placed["step"], placed["parameters"])',
+                'self._make(placed["step"], self._parameters())',
+            ),
+        ),
+    ),
+]
