@@ -134,7 +134,9 @@ def clear_leftovers(folder: Path, pattern: str = "*") -> None:
             else:  # killed between the two renames
                 os.replace(aside, path)
                 sync_folder(folder)
-        for left in folder.glob(f".{pattern}.tmp"):
+        # safetensors writes beside its target too, under a name of its own
+        foreign = folder.glob(".tmp??????") if pattern == "*" else ()
+        for left in (*folder.glob(f".{pattern}.tmp"), *foreign):
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             else:

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 from curvedp import Trainer
 from curvedp.accounting import read_ledger
 from curvedp.errors import CheckpointError, LedgerError
+from curvedp.storage import clear_leftovers
 from curvedp.train.engine import Engine
 from curvedp.train.journal import Journal
 from curvedp.train.tensors import read_tensors, write_tensors
@@ -262,3 +263,12 @@ def test_leftovers_of_a_killed_process_are_ignored_and_cleared(run):
     assert fit(run, resume=True).steps == STEPS
     assert list(run.rglob(".*")) == []
     assert [p.name for p in checkpoints(run)] == ["step-00000006", "step-00000008"]
+
+
+def test_what_the_tensor_writer_left_behind_is_cleared(tmp_path):
+    for name in (".tmpA1b2C3", ".step-00000004.safetensors.12.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    kept = tmp_path / "step-00000003.safetensors"
+    kept.write_bytes(b"whole")
+    clear_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [kept]

@@ -108,12 +108,6 @@ def _options(at: str | None) -> dict[str, Any]:
                 shown="all",
             ),
         ],
-        "public_data": Annotated[
-            str | None, _option("Data declared public, as --data; the source public.")
-        ],
-        "public_option": Annotated[
-            list[str] | None, _option("KEY=VALUE declared about the public data.")
-        ],
         "probe_size": Annotated[
             int | None, _option("Examples of a batch.", shown="256")
         ],
@@ -137,8 +131,7 @@ def _options(at: str | None) -> dict[str, Any]:
         ],
         "json_output": JsonFlag,
     }  # fmt: skip
-    left_out = () if at is not None else ("at", "recipe", "sources", "public_data",
-                                          "public_option", "probe_batches")  # fmt: skip
+    left_out = () if at is not None else ("at", "recipe", "sources", "probe_batches")
     return {name: value for name, value in options.items() if name not in left_out}
 
 
@@ -171,14 +164,18 @@ def _asked(settings: dict[str, Any], given: dict[str, Any], at: str) -> Asked:
         for name in ("probe_size", "probe_batches")
         if given[name] is not None
     }
+    settings = dict(settings)
+    # a source to look at here, and not what the run itself probes with
+    public = settings.pop("public_data", None)
+    public = dict(public) if isinstance(public, Mapping) else {"source": public}
     return Asked(
         settings,
         given["recipe"],
         parse_pairs(given["recipe_setting"] or [], "--set"),
         _shares(given["at"] or at),
         None if sources is None else tuple(_words(sources)),
-        given["public_data"],
-        parse_pairs(given["public_option"] or [], "--public-option"),
+        public.pop("source", None),
+        public,
         curvature,
         given["output"] or Path("diagnose"),
         bool(given["json_output"]),
