@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from curvedp.errors import ConfigurationError
+from curvedp.values import is_number, is_whole
 
 __all__ = [
     "check_count",
@@ -13,23 +14,7 @@ __all__ = [
     "check_noise",
     "check_rate",
     "check_sampled",
-    "is_number",
-    "is_whole",
 ]
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a finite number; True and False are not."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
-
-
-def is_whole(value: object, at_least: int = 0) -> bool:
-    """Whether it is a whole number of at least ``at_least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 def check_epsilon(epsilon: float) -> None:

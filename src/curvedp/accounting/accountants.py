@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, singledispatch
 from typing import Any, Protocol, runtime_checkable
 
-from curvedp.accounting._validate import check_delta, is_number
+from curvedp.accounting._validate import check_delta
 from curvedp.accounting.events import (
     ComposedEvent,
     Event,
@@ -25,6 +25,7 @@ from curvedp.accounting.events import (
 )
 from curvedp.barrier import Relation
 from curvedp.errors import ConfigurationError, UnknownEventError
+from curvedp.values import is_number
 
 __all__ = ["Accountant", "PLDAccountant", "RDPAccountant", "get_accountant"]
 

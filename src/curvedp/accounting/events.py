@@ -19,9 +19,9 @@ from curvedp.accounting._validate import (
     check_count,
     check_noise,
     check_rate,
-    is_number,
 )
 from curvedp.errors import ConfigurationError, UnknownEventError
+from curvedp.values import is_number
 
 __all__ = [
     "ComposedEvent",

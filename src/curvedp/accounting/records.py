@@ -23,7 +23,6 @@ from curvedp.accounting._validate import (
     check_count,
     check_delta,
     check_epsilon,
-    is_whole,
 )
 from curvedp.accounting.accountants import Accountant, get_accountant
 from curvedp.accounting.events import ComposedEvent, Event, event_from_json, tally
@@ -34,9 +33,11 @@ from curvedp.errors import (
     LedgerError,
     NotPrivateError,
 )
+from curvedp.values import is_whole
 
 __all__ = [
     "ORACLE_NOTE",
+    "UNSAFE_NOTE",
     "LedgerHeader",
     "LedgerRecord",
     "Note",
@@ -47,6 +48,12 @@ __all__ = [
 #: In the ledger of a run whose curvature comes from private data.
 ORACLE_NOTE = (
     "oracle: curvature was taken from the private data without noise; no epsilon holds"
+)
+
+#: In the ledger of a run whose noise somebody can compute again.
+UNSAFE_NOTE = (
+    "unsafe_reproducible_noise: whoever knows the seed can recompute noise and "
+    "sampling; there is no guarantee"
 )
 
 KIND = "curvedp-ledger"
@@ -210,6 +217,11 @@ class LedgerRecord:
     def is_oracle(self) -> bool:
         """Whether curvature was ever taken from the private data, so nothing holds."""
         return ORACLE_NOTE in self.notes()
+
+    @property
+    def is_unsafe(self) -> bool:
+        """Whether any of its noise was ever reproducible from a number."""
+        return UNSAFE_NOTE in self.notes()
 
     def next_attempt(self, step: int) -> int:
         """The attempt to pay for next: how often the step was paid for already."""

@@ -215,7 +215,7 @@ def _account(record: LedgerRecord) -> dict[str, Any]:
         "planned_steps": header.planned_steps,
         "gapless": record.is_gapless(),
         "missing_steps": list(record.missing_steps()),
-        "private": not any("unsafe_reproducible_noise" in note for note in notes),
+        "private": not record.is_unsafe,
         "notes": notes,
         "torn": record.torn,
         "chained": record.chained,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from curvedp.data.source import ArrayDataset, DataSource
 from curvedp.errors import ConfigurationError
+from curvedp.values import is_number
 
 __all__ = ["normalised"]
 
@@ -45,10 +45,7 @@ def normalised(source: DataSource, mean: Any, std: Any) -> DataSource:
 
 def _per_channel(name: str, value: Any, source: DataSource) -> Tensor:
     given = list(value) if isinstance(value, Sequence) else [value]
-    numbers = all(
-        isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
-        for v in given
-    )
+    numbers = all(is_number(v) for v in given)
     channels = source.input_shape[0]
     if not numbers or len(given) not in (1, channels):
         raise ConfigurationError(

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from curvedp.errors import ConfigurationError
+from curvedp.values import is_whole
 
-__all__ = ["check_draw", "check_lengths", "is_number", "is_whole", "whole_tuple"]
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a finite number; True and False are not."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
-
-
-def is_whole(value: object, at_least: int = 0) -> bool:
-    """Whether it is a whole number of at least ``at_least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+__all__ = ["check_draw", "check_lengths", "whole_tuple"]
 
 
 def whole_tuple(name: str, values: Any) -> tuple[int, ...]:

@@ -18,9 +18,10 @@ from torch import Tensor
 from curvedp.barrier import Provenance
 from curvedp.errors import ConfigurationError
 from curvedp.probes.base import JSON
-from curvedp.probes.checks import check_draw, check_lengths, is_whole
+from curvedp.probes.checks import check_draw, check_lengths
 from curvedp.probes.laws import RankLaw, draw_categories
 from curvedp.probes.tokens import draw_lengths, mask_of
+from curvedp.values import is_whole
 
 __all__ = ["HashedDocumentProbe", "Hashing", "murmur3"]
 

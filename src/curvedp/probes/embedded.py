@@ -26,10 +26,11 @@ from torch import Tensor
 from curvedp.barrier import Provenance
 from curvedp.errors import ConfigurationError
 from curvedp.probes.base import JSON
-from curvedp.probes.checks import check_draw, is_number
+from curvedp.probes.checks import check_draw
 from curvedp.probes.laws import RankLaw
 from curvedp.probes.tokens import check_sequences, draw_lengths, framed, mask_of
 from curvedp.probes.vocabulary import TokenSpec
+from curvedp.values import is_number
 
 __all__ = ["EmbeddingTokenProbe"]
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from curvedp.barrier import Provenance
 from curvedp.errors import ConfigurationError
 from curvedp.probes.base import JSON
-from curvedp.probes.checks import check_draw, is_number, is_whole
+from curvedp.probes.checks import check_draw
+from curvedp.values import is_number, is_whole
 
 __all__ = ["ImageProbe", "Normalisation"]
 

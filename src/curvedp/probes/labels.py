@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from curvedp.errors import ConfigurationError
 from curvedp.probes.base import JSON
-from curvedp.probes.checks import is_number
 from curvedp.probes.laws import check_temperature, draw_rows, not_finite
+from curvedp.values import is_number
 
 __all__ = [
     "BernoulliLabels",

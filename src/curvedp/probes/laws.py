@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvedp.errors import ConfigurationError
 from curvedp.probes.base import JSON
-from curvedp.probes.checks import is_number
+from curvedp.values import is_number
 
 __all__ = [
     "RankLaw",

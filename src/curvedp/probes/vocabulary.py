@@ -14,7 +14,8 @@ from torch import Tensor
 
 from curvedp.errors import ConfigurationError
 from curvedp.probes.base import JSON
-from curvedp.probes.checks import is_whole, whole_tuple
+from curvedp.probes.checks import whole_tuple
+from curvedp.values import is_whole
 
 __all__ = ["TokenSpec"]
 

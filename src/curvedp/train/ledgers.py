@@ -8,7 +8,7 @@ from typing import Any
 
 from curvedp._version import __version__
 from curvedp.accounting import Ledger, LedgerHeader, LedgerRecord, MemoryLedger
-from curvedp.accounting.records import ORACLE_NOTE
+from curvedp.accounting.records import ORACLE_NOTE, UNSAFE_NOTE
 from curvedp.errors import ConfigurationError, LedgerError
 from curvedp.plan import DEFAULT_NOISE_SOURCE, Plan
 from curvedp.storage import as_storage_error, clear_leftovers, make_folder
@@ -37,10 +37,7 @@ def open_ledger(
     """
     notes = []
     if unsafe:
-        notes.append(
-            "unsafe_reproducible_noise: whoever knows the seed can recompute noise and "
-            "sampling; there is no guarantee"
-        )
+        notes.append(UNSAFE_NOTE)
     if oracle:
         notes.append(ORACLE_NOTE)
     header = LedgerHeader(

@@ -24,9 +24,6 @@ _RELATIONS = {
     "of examples is public",
 }
 
-#: How the ledger's note about reproducible noise begins.
-UNSAFE_NOISE = "unsafe_reproducible_noise"
-
 _NOT_COVERED = (
     "settings chosen by looking at results on the same private data",
     "anything computed from private data outside of training (validation, statistics "
@@ -75,7 +72,7 @@ def make_statement(
     sampling = plan.sampling
     oracle = oracle or ledger.is_oracle
     # steps before a resume count too, whatever the noise of the later ones
-    unsafe = unsafe or any(n.startswith(UNSAFE_NOISE) for n in ledger.notes())
+    unsafe = unsafe or ledger.is_unsafe
     planned = None if oracle else _if_accountable(plan.epsilon)
     spent = 0.0 if oracle or not ledger.count() else _if_accountable(ledger.epsilon)
     size = (

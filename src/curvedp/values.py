@@ -1,0 +1,21 @@
+"""What counts as a number, for every check at the edge."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["is_number", "is_whole"]
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number; True and False are not."""
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
+
+
+def is_whole(value: object, at_least: int = 0) -> bool:
+    """Whether it is a whole number of at least ``at_least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
