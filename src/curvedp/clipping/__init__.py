@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from curvedp.clipping.adaptive import AdaptiveClipping
-from curvedp.clipping.bounded import clipped_sum
+from curvedp.clipping.bounded import clipped_sum, own_copy
 from curvedp.clipping.rules import (
     ClippingRule,
     FlatClipping,
@@ -20,6 +20,7 @@ __all__ = [
     "PerLayerClipping",
     "clipped_sum",
     "clipping_rule",
+    "own_copy",
 ]
 
 _RULES: dict[str, Callable[[float], ClippingRule]] = {

@@ -14,7 +14,7 @@ from curvedp.layers.io import LayerIO
 from curvedp.layers.precision import compute_dtype, exact, norm_dtype
 from curvedp.whitening.base import Whitener
 
-__all__ = ["clipped_sum"]
+__all__ = ["clipped_sum", "own_copy"]
 
 
 def clipped_sum(
@@ -27,6 +27,7 @@ def clipped_sum(
     step: int,
     scale: float = 1.0,
     slots: int = 1,
+    branch_free: bool = False,
 ) -> ClippedSum:
     r"""``sum_i c_i P g_i`` over the units (examples or persons) that are present.
 
@@ -42,6 +43,8 @@ def clipped_sum(
             physical batch has gradients that are B times too small).
         slots: rows of one unit: 1 if the unit is the example, K if it is the person,
             whose rows stand together and are clipped as one.
+        branch_free: do the same operations whatever the values are, as a CUDA graph
+            needs; otherwise the CPU looks whether there is anything to replace.
 
     Guarantees:
         One unit moves the sum by at most ``rule.bound`` in L2 norm, whatever it is.
@@ -66,7 +69,7 @@ def clipped_sum(
         sq_norms = torch.stack([whitener.sq_norms(io) for io in ios]) * scale**2
         # what a float32 cannot hold counts as non-finite
         finite = torch.isfinite(sq_norms.sum(0).float())
-        if not bool(finite.all()):
+        if branch_free or not bool(finite.all()):
             # Replaced, not weighted by zero: 0 * nan is nan and would reach everybody.
             ios = [io.keep(finite) for io in ios]
             sq_norms = torch.where(finite, sq_norms, torch.zeros_like(sq_norms))
@@ -80,3 +83,12 @@ def clipped_sum(
         summed = {n: v.to(compute_dtype(parameters[n])) for n, v in mapped.items()}
         summed |= rule.extras(sq_norms, kept)
         return ClippedSum(summed, rule.bound, whitener.frame, step)
+
+
+def own_copy(part: ClippedSum, step: int) -> ClippedSum:
+    """The same sum, as of a step, in memory of its own.
+
+    For a part that lies where the next one will be computed.
+    """
+    values = {name: value.clone() for name, value in part.values.items()}
+    return ClippedSum(values, part.bound, part.frame, step)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from curvedp.errors import ConfigurationError, CurvedpError
+from curvedp.noise.graphed import GraphedNormals
 from curvedp.sampling import PoissonSampler
 
 __all__ = ["RandomStreams", "Stream"]
@@ -78,6 +79,11 @@ class RandomStreams:
             else int(unsafe_reproducible_noise)
         )
         self._drawn: set[tuple[int, ...]] = set()
+        self._graphed: GraphedNormals | None = None
+
+    def draw_in_graphs(self) -> None:
+        """Draw noise on a GPU in one launch: the same numbers with less waiting."""
+        self._graphed = GraphedNormals()
 
     def generator(self, stream: Stream, *address: int) -> np.random.Generator:
         """The generator at an address. Equal addresses give equal draws.
@@ -126,9 +132,29 @@ class RandomStreams:
         Raises:
             CurvedpError: noise was drawn at this address before.
         """
-        draw = _Normals(self, self.generator(Stream.NOISE, *at))
+        generator = self.generator(Stream.NOISE, *at)
         std = multiplier * bound
-        return {n: value + std * draw.like(value) for n, value in values.items()}, std
+        drawn = self._normals_like(list(values.values()), generator)
+        pairs = zip(values.items(), drawn, strict=True)
+        return {n: value + std * noise for (n, value), noise in pairs}, std
+
+    def _normals_like(
+        self, values: Sequence[Tensor], generator: np.random.Generator
+    ) -> list[Tensor]:
+        """Standard normals, on the CPU or on the values' device."""
+        if not all(value.is_cuda for value in values):
+            return [
+                self.normals(v.shape, generator).to(v.device, v.dtype) for v in values
+            ]
+        # Philox with a 63-bit seed, from the same address and entropy
+        seed = int(generator.integers(2**63 - 1))
+        if self._graphed is not None:
+            return self._graphed.like(values, seed)
+        philox = torch.Generator(device=values[0].device).manual_seed(seed)
+        return [
+            torch.randn(v.shape, device=v.device, dtype=v.dtype, generator=philox)
+            for v in values
+        ]
 
     def _sequence(
         self, stream: Stream, address: tuple[int, ...]
@@ -158,28 +184,3 @@ def drawn_before(address: tuple[int, ...]) -> CurvedpError:
         "releases cancel it",
         "pay for the step again and use the next attempt number",
     )
-
-
-class _Normals:
-    """Standard normals at a step's address, on the CPU or on the value's device."""
-
-    def __init__(self, streams: RandomStreams, generator: np.random.Generator) -> None:
-        self._streams = streams
-        self._generator = generator
-        self._cuda: torch.Generator | None = None
-
-    def like(self, value: Tensor) -> Tensor:
-        if value.is_cuda:
-            # Philox with a 64-bit seed, from the same address and entropy
-            if self._cuda is None:
-                self._cuda = torch.Generator(device=value.device)
-                seed = int(self._generator.integers(2**63 - 1))
-                self._cuda.manual_seed(seed)
-            return torch.randn(
-                value.shape,
-                device=value.device,
-                dtype=value.dtype,
-                generator=self._cuda,
-            )
-        drawn = self._streams.normals(value.shape, self._generator)
-        return drawn.to(value.device, value.dtype)

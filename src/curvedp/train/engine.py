@@ -27,10 +27,11 @@ from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.barrier import ClippedSum, Release
 from curvedp.clipping import ClippingRule, clipped_sum
 from curvedp.errors import BudgetError, LoopError
-from curvedp.layers import Coverage, Recording
+from curvedp.layers import Coverage, PerExampleLoss, Recording
 from curvedp.noise import NoiseState, RandomStreams
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalBatch, PhysicalLoader
+from curvedp.train.graph import Capture, GraphedPass
 from curvedp.train.guard import (
     refuse_changes,
     refuse_foreign_gradients,
@@ -41,6 +42,11 @@ from curvedp.train.whitened import WhitenerSource
 from curvedp.update import Chain, apply_release, read_out
 
 __all__ = ["Engine"]
+
+_NO_BATCH = (
+    "optimizer.step() without a batch from private.loader",
+    "iterate over private.loader; a private step takes no other data",
+)
 
 
 @dataclass
@@ -192,10 +198,7 @@ class Engine:
         """The open batch and its recorded pass, or an error naming what is missing."""
         batch, recording = self._open.batch, self._open.recording
         if batch is None:
-            raise LoopError(
-                "optimizer.step() without a batch from private.loader",
-                "iterate over private.loader; a private step takes no other data",
-            )
+            raise LoopError(*_NO_BATCH)
         if recording is None or not recording.reached:
             raise LoopError(
                 "optimizer.step() before a backward pass through private.model",
@@ -217,6 +220,38 @@ class Engine:
             scale=self._scale(),
             slots=self._loader.slots,
         )
+        return self._merge(part, batch)
+
+    def accumulate_graphed(self, graphed: GraphedPass, batch: tuple[Any, Any]) -> bool:
+        """Pass over a batch and clip it, in one launch; as ``accumulate`` otherwise."""
+        opened = self._open.batch
+        if opened is None:
+            raise LoopError(*_NO_BATCH)
+        refuse_changes(self.model, self.optimizer, self.parameters)
+        refuse_foreign_gradients(self.model, self.optimizer)
+        part = graphed(
+            *batch,
+            opened.present,
+            rule=self._rule(),
+            whitener=self.whiteners.at(opened.step),
+            step=opened.step,
+        )
+        return self._merge(part, opened)
+
+    def graphed(
+        self, loss: PerExampleLoss, capture: Capture | None = None
+    ) -> GraphedPass:
+        """The pass over a batch as a graph; see :mod:`curvedp.train.graph`."""
+        return GraphedPass(
+            self.model,
+            self._coverage,
+            loss,
+            rows=self.physical_batch_size,
+            slots=self._loader.slots,
+            capture=capture,
+        )
+
+    def _merge(self, part: ClippedSum, batch: PhysicalBatch) -> bool:
         pending = self._open.pending
         merged = part if pending is None else pending.merge(part)
         self._open = _Open(pending=merged)

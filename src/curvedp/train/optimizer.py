@@ -6,6 +6,7 @@ its ``param_groups`` and ``state`` *are* those of the user's optimiser.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "call loss.backward() and then optimizer.step()",
             )
         self._engine.require_backward()
+        self.advance(self._engine.accumulate)
+
+    def advance(self, accumulate: Callable[[], bool]) -> None:
+        """Take in a portion; if that makes the logical batch whole, release it."""
         rates = self._current_rates()
         if self._engine.inside_logical_batch and self._learning_rates != rates:
             raise LoopError(
@@ -66,7 +71,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "wrap it: scheduler = private.schedule(scheduler); its step() then "
                 "counts logical steps",
             )
-        if self._engine.accumulate():
+        if accumulate():
             self._engine.release()
         self._learning_rates = rates
 

@@ -18,6 +18,7 @@ batch. The user's model and optimiser objects stay what they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from curvedp.errors import (
     LoopError,
     NotPrivateError,
 )
-from curvedp.layers import PerExampleLoss
+from curvedp.layers import PerExampleLoss, as_call
 from curvedp.plan import Plan
 from curvedp.recipes import Recipe
 from curvedp.storage import clear_leftovers
@@ -42,7 +43,9 @@ from curvedp.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from curvedp.train.datasets import moved
 from curvedp.train.engine import Engine
+from curvedp.train.graph import GraphedPass
 from curvedp.train.ledgers import WHEN_UNSAID, note_lost_releases
 from curvedp.train.optimizer import LogicalScheduler, PrivateOptimizer
 from curvedp.train.statement import Statement, make_statement
@@ -129,6 +132,7 @@ class Private:
         loss: PerExampleLoss | None,
         loss_reduction: str | None = None,
         run_dir: Path | None = None,
+        graphed: GraphedPass | None = None,
     ) -> None:
         if loss is not None and loss_reduction is not None:
             raise ConfigurationError(
@@ -146,6 +150,7 @@ class Private:
         self._loss_used = False
         self._reduction = loss_reduction or "mean"
         self._run_dir = run_dir
+        self._graphed = graphed
         self.plan: Plan = engine.plan
         self.model = PrivateModel(engine)
         engine.set_scale(self._scale)
@@ -163,6 +168,38 @@ class Private:
             )
         self._loss_used = True
         return self._loss(output, targets).mean()
+
+    def train_on(self, batch: Any) -> Tensor:
+        """All that a loop does with a batch of the loader, in one call.
+
+        Forward pass, ``loss``, backward pass and ``optimizer.step()``: as one CUDA
+        graph if :func:`curvedp.make_private` was given ``cuda_graph=True``. Needs
+        ``loss``.
+
+        Args:
+            batch: a pair (inputs, targets), on any device.
+
+        Returns:
+            The mean loss, which is private.
+        """
+        if not self.model.training:
+            raise LoopError(
+                "private.model is in eval mode", "call private.model.train() before"
+            )
+        self.optimizer.zero_grad()
+        graphed = self._graphed
+        if graphed is not None:
+            accumulate = partial(self._engine.accumulate_graphed, graphed, batch)
+            self.optimizer.advance(accumulate)
+            assert graphed.loss is not None
+            return graphed.loss
+        device = next(self.model.parameters()).device
+        inputs, targets = moved(tuple(batch), device)
+        args, kwargs = as_call(inputs)
+        loss = self.loss(self.model(*args, **kwargs), targets)
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        return loss.detach()
 
     def _scale(self) -> float:
         """What makes the gradients those of the per-example losses."""

@@ -22,14 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from curvedp.errors import ConfigurationError
-from curvedp.layers import as_call
 from curvedp.noise import RandomStreams, Stream
 from curvedp.plan import SamplingPlan
 from curvedp.probes import LabelRule, Probe
 from curvedp.recipes import Recipe, get_recipe
 from curvedp.sampling import PhysicalLoader, PoissonSampler
 from curvedp.train.attach import make_private
-from curvedp.train.datasets import TrainingData, moved
+from curvedp.train.datasets import TrainingData
 from curvedp.train.losses import per_example_loss
 from curvedp.train.observers import EarlyStopping, Progress
 from curvedp.train.plain import fit_without_privacy
@@ -90,6 +89,7 @@ class Trainer:
         probes: where a recipe that whitens looks for curvature; see
             :func:`curvedp.make_private`.
         labels: label rule of the probes, where the loss does not say it.
+        cuda_graph: make each pass one CUDA graph; see :func:`curvedp.make_private`.
         **settings: privacy settings, as for :func:`curvedp.make_private`.
     """
 
@@ -114,6 +114,7 @@ class Trainer:
         loader_options: Mapping[str, Any] | None = None,
         probes: Probe | None = None,
         labels: LabelRule | None = None,
+        cuda_graph: bool = False,
         **settings: Any,
     ) -> None:
         names = ["mode", *get_recipe(recipe).setting_names()]
@@ -138,6 +139,7 @@ class Trainer:
         self._people = people
         self._slots = examples_per_person
         self._loader_options = loader_options
+        self._cuda_graph = cuda_graph
         self._stop = False
 
     def request_stop(self) -> None:
@@ -212,6 +214,7 @@ class Trainer:
             people=self._people,
             examples_per_person=self._slots,
             loader_options=self._loader_options,
+            cuda_graph=self._cuda_graph,
             **self._given,
         )
 
@@ -232,12 +235,7 @@ class Trainer:
                     # after the fetch, which may draw from the global generator too
                     if seeded != (seeded := private.step):
                         seed_step(private.step)
-                    inputs, targets = moved(tuple(batch), device)
-                    private.optimizer.zero_grad()
-                    args, kwargs = as_call(inputs)
-                    loss = private.loss(private.model(*args, **kwargs), targets)
-                    torch.autograd.backward(loss)
-                    private.optimizer.step()
+                    loss = private.train_on(tuple(batch))
                     if private.step == seeded:
                         continue  # more of this logical batch is to come
                     rate = private.optimizer.param_groups[0]["lr"]

@@ -1,0 +1,170 @@
+r"""A physical batch's pass as one CUDA graph: forward, backward, norms, clipped sum.
+
+A small net on a large GPU waits for the CPU that launches its kernels, a few hundred a
+step. A graph is recorded once and launched as one. Inside it everything has a fixed
+place in memory: batches are copied to where the recorded one stood, parameters move
+where they are, and the sum is copied out. What was not recorded does not happen, so a
+graph is recorded again whenever something that it took for granted is another:
+
+- shapes, dtypes and constants of the batch; train or eval mode of any module;
+- where parameters and buffers lie in memory;
+- the clip rule and the whitener (at every refresh).
+
+Payment, noise, journal and optimiser are outside: their order on the disk is what the
+guarantee rests on (:mod:`curvedp.train.engine`). The noise has a graph of its own
+(:mod:`curvedp.noise.graphed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from curvedp.barrier import ClippedSum
+from curvedp.clipping import ClippingRule, clipped_sum, own_copy
+from curvedp.cuda import record
+from curvedp.errors import ConfigurationError
+from curvedp.layers import Coverage, PerExampleLoss, Recording, as_call
+from curvedp.whitening import Whitener
+
+__all__ = ["Capture", "GraphedPass", "cuda_capture"]
+
+#: A pass: the bounded sum of a batch, and its mean loss.
+Pass = Callable[[], tuple[ClippedSum, Tensor]]
+
+#: From a pass to one that repeats it with whatever its inputs' memory holds by then.
+Capture = Callable[[Pass, torch.device], Pass]
+
+#: Graphs kept at a time; a run has one, or a few where the batches differ in shape.
+MOST_GRAPHS = 8
+
+
+class GraphedPass:
+    """From a physical batch to its clipped sum, recorded and replayed.
+
+    Args:
+        model: the user's model, on a CUDA device.
+        coverage: its verified sites.
+        loss: per-example loss.
+        rows: of every physical batch.
+        slots: rows of one unit.
+        capture: how a pass is recorded; its slow twin runs the pass again.
+
+    Attributes:
+        loss: mean over the rows of the last batch, padding included; private, and
+            overwritten by the next call.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        coverage: Coverage,
+        loss: PerExampleLoss,
+        *,
+        rows: int,
+        slots: int = 1,
+        capture: Capture | None = None,
+    ) -> None:
+        self._model = model
+        self._coverage = coverage
+        self._loss = loss
+        self._rows = rows
+        self._slots = slots
+        self._capture = capture or cuda_capture
+        self._graphs: dict[Hashable, tuple[list[Any], Pass]] = {}
+        self._whitener: Whitener | None = None
+        self.loss: Tensor | None = None
+
+    def __call__(
+        self,
+        inputs: Any,
+        targets: Any,
+        present: Tensor,
+        *,
+        rule: ClippingRule,
+        whitener: Whitener,
+        step: int,
+    ) -> ClippedSum:
+        """The clipped sum over the rows that are present; the loss stays in ``loss``.
+
+        With the guarantees of :func:`curvedp.clipping.clipped_sum`.
+        """
+        if whitener is not self._whitener:
+            self._graphs.clear()  # and their memory
+            self._whitener = whitener
+        leaves, spec = tree_flatten((inputs, targets, present))
+        key = (_signature(leaves), str(spec), _state(self._model), rule)
+        if key not in self._graphs:
+            if len(self._graphs) == MOST_GRAPHS:
+                self._graphs.clear()
+            self._graphs[key] = self._record(leaves, spec, rule, whitener)
+        places, replay = self._graphs[key]
+        for place, leaf in zip(places, leaves, strict=True):
+            if isinstance(place, Tensor):
+                place.copy_(leaf, non_blocking=True)
+        part, self.loss = replay()
+        return own_copy(part, step)
+
+    def _record(
+        self, leaves: list[Any], spec: TreeSpec, rule: ClippingRule, whitener: Whitener
+    ) -> tuple[list[Any], Pass]:
+        device = next(self._model.parameters()).device
+        places = [
+            x.to(device, copy=True) if isinstance(x, Tensor) else x for x in leaves
+        ]
+        inputs, targets, present = tree_unflatten(places, spec)
+        named = dict(self._model.named_parameters())
+        parameters = {name: named[name] for name in self._coverage.parameters}
+
+        def work() -> tuple[ClippedSum, Tensor]:
+            recording = Recording(self._model, self._coverage.covered, self._rows)
+            args, kwargs = as_call(inputs)
+            loss = self._loss(recording.forward(args, kwargs), targets).mean()
+            torch.autograd.backward(loss)
+            part = clipped_sum(
+                recording.layer_ios(),
+                rule,
+                whitener,
+                parameters=parameters,
+                present=present,
+                step=0,
+                scale=float(self._rows),
+                slots=self._slots,
+                branch_free=True,
+            )
+            return part, loss.detach()
+
+        return places, self._capture(work, device)
+
+
+def _signature(leaves: list[Any]) -> Hashable:
+    return tuple(
+        (x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
+    )
+
+
+def _state(model: nn.Module) -> Hashable:
+    """Modes, and where everything lies that a replay will read."""
+    modes = tuple(module.training for module in model.modules())
+    tensors = (*model.parameters(), *model.buffers())
+    return modes, tuple((x.data_ptr(), x.requires_grad) for x in tensors)
+
+
+def cuda_capture(work: Pass, device: torch.device) -> Pass:
+    """Record a pass as a CUDA graph."""
+    try:
+        return record(work, device)
+    except RuntimeError as error:
+        raise _not_recordable(error) from error
+
+
+def _not_recordable(error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"this model's step cannot be recorded as a CUDA graph: {error}",
+        "leave cuda_graph out; a model that looks at values (.item(), if on a tensor, "
+        "boolean indexing) needs the CPU in every step",
+    )

@@ -1,0 +1,193 @@
+"""A recorded pass: the same sums as without, wherever a graph could go stale.
+
+A CPU records nothing. Here a pass is repeated by running it again into the memory of
+its first run, which is what a replay does; ``benchmarks/graph_check.py`` compares real
+graphs on a GPU.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from curvedp import Trainer, make_private
+from curvedp.errors import ConfigurationError, LoopError
+from curvedp.recipes import RECIPES
+from curvedp.train.losses import LOSSES
+
+from .test_whitened_recipes import PRIVATE, attach, examples, model
+
+LOSS = LOSSES["cross-entropy"]
+
+
+class Twin:
+    """Repeats a pass by running it; ``count`` says how often one was recorded."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, work, device):
+        self.count += 1
+        part, loss = work()
+
+        def replay():
+            again, other = work()
+            for name, place in part.values.items():
+                place.copy_(again.values[name])
+            return part, loss.copy_(other)
+
+        return replay
+
+
+def graphed(private):
+    twin = Twin()
+    private._graphed = private._engine.graphed(LOSS, twin)
+    return private, twin
+
+
+def train(private):
+    losses = [float(private.train_on(batch)) for batch in private.loader]
+    return losses, [p.detach().clone() for p in private.model.module.parameters()]
+
+
+def same(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("recipe", PRIVATE)
+def test_a_recorded_run_is_the_same_to_the_bit(recipe):
+    losses, weights = train(attach(examples(), recipe))
+    private, twin = graphed(attach(examples(), recipe))
+    found, recorded = train(private)
+    assert found == losses
+    assert same(recorded, weights)
+    whitened = RECIPES[recipe].curvature is not None
+    assert twin.count == (3 if whitened else 1)  # refreshed at steps 0, 3 and 6
+
+
+def test_a_loop_by_hand_is_the_same_too():
+    _, weights = train(attach(examples(), "dp-kfc"))
+    private = attach(examples(), "dp-kfc")
+    for x, y in private.loader:
+        private.optimizer.zero_grad()
+        private.loss(private.model(x), y).backward()
+        private.optimizer.step()
+    assert same([p.detach() for p in private.model.module.parameters()], weights)
+
+
+def test_an_example_that_is_not_finite_adds_nothing_in_a_graph():
+    data = examples()
+    data.tensors[0][5] = float("nan")
+    data.tensors[0][6] = float("inf")
+    _, weights = train(attach(data, "dp-kfc"))
+    private, _ = graphed(attach(data, "dp-kfc"))
+    _, recorded = train(private)
+    assert same(recorded, weights)
+    assert all(bool(w.isfinite().all()) for w in recorded)
+
+
+def test_dropout_and_modes_are_not_frozen():
+    own = nn.Sequential(
+        nn.Flatten(), nn.Linear(30, 8), nn.Dropout(0.5), nn.Linear(8, 3)
+    )
+    private, twin = graphed(attach(examples(), "dp-sgd", own, steps=4))
+    for number, batch in enumerate(private.loader):
+        own[2].training = number % 2 == 0
+        private.train_on(batch)
+    assert twin.count == 2
+
+
+def test_weights_that_move_in_memory_are_recorded_again():
+    private, twin = graphed(attach(examples(), "dp-sgd", physical_batch_size=40))
+    own = private.model.module
+    for number, batch in enumerate(private.loader):
+        if number == 3:
+            own[0].weight.data = own[0].weight.data.clone()
+        private.train_on(batch)
+    assert twin.count == 2
+
+
+class Ragged(torch.utils.data.Dataset):
+    """Sequences that are padded to a length that the first index says."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        return torch.full((4,), i % 7), i % 2
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, ids):
+        return self.head(self.table(ids).mean(1))
+
+
+def _collate(rows):
+    length = 3 + len(rows) % 2
+    return torch.stack([x[:length] for x, _ in rows]), torch.tensor(
+        [y for _, y in rows]
+    )
+
+
+def test_every_shape_has_a_graph_of_its_own():
+    def private():
+        torch.manual_seed(0)
+        own = Bag()
+        return make_private(
+            own, torch.optim.SGD(own.parameters(), lr=0.1), Ragged(),
+            loss="cross-entropy", collate_fn=_collate, noise_multiplier=1.0,
+            sample_rate=0.5, steps=12, expected_batch_size=12, physical_batch_size=24,
+            seed=1, unsafe_reproducible_noise=1,
+        )  # fmt: skip
+
+    _, weights = train(private())
+    recorded, twin = graphed(private())
+    _, found = train(recorded)
+    assert same(found, weights)
+    assert twin.count == 2
+
+
+def test_guards_hold_in_a_graph():
+    private, _ = graphed(attach(examples(), "dp-sgd"))
+    x, y = examples().tensors
+    with pytest.raises(LoopError, match="without a batch from"):
+        private.train_on((x[:8], y[:8]))
+    for batch in private.loader:
+        private.model.module[0].weight.grad = torch.ones_like(
+            private.model.module[0].weight
+        )
+        private._engine.optimizer.zero_grad = lambda *_: None
+        with pytest.raises(LoopError, match="nobody has clipped it"):
+            private.train_on(batch)
+        break
+    private.model.eval()
+    with pytest.raises(LoopError, match="eval mode"):
+        private.train_on(batch)
+
+
+def test_what_cannot_be_recorded_is_refused_before_anything_is_touched(tmp_path):
+    with pytest.raises(ConfigurationError, match="CUDA device"):
+        attach(examples(), "dp-sgd", cuda_graph=True, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigurationError, match="CUDA device"):
+        Trainer(
+            model(), "cross-entropy", cuda_graph=True, noise_multiplier=1.0,
+            sample_rate=0.5, steps=1, expected_batch_size=20,
+        ).fit(TensorDataset(*examples().tensors))  # fmt: skip
+
+
+def test_a_step_that_needs_the_cpu_says_so(monkeypatch):
+    def refused(work, device):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("curvedp.train.graph.record", refused)
+    private = attach(examples(), "dp-sgd")
+    private._graphed = private._engine.graphed(LOSS)
+    with pytest.raises(ConfigurationError, match="leave cuda_graph out"):
+        train(private)
+    assert private.step == 0
