@@ -128,9 +128,7 @@ def noise():
     return {
         "as_without_a_graph": same,
         "same_seed_same_noise": all(map(torch.equal, again, drawn[3])),
-        "correlation_of_two_seeds": float(
-            torch.corrcoef(torch.stack([first, other]))[0, 1]
-        ),
+        "correlation_of_two_seeds": float(correlation),
         "mean": float(first.mean()),
         "std": float(first.std()),
     }

@@ -61,7 +61,8 @@ def refused(tmp_path, monkeypatch, blobs):
 
 def train_flags(blobs, changes):
     flags = {"--data": blobs, "-D": "num_classes=3", **BASE, **changes}
-    return ["train", *(x for k, v in flags.items() if v is not None for x in (k, v))]
+    given = ((k,) if v is True else (k, v) for k, v in flags.items() if v is not None)
+    return ["train", *(x for pair in given for x in pair)]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,7 @@ def train_flags(blobs, changes):
         ({"--metric": "precision"}, "unknown metric"),
         ({"--loss": "hinge"}, "unknown loss"),
         ({"--device": "tpu"}, "device"),
+        ({"--cuda-graph": True}, "cuda_graph needs a model on a CUDA device"),
         ({"--validation": "1.5"}, "fraction"),
         ({"--seed": "-1"}, "seed"),
         ({"--physical-batch-size": "0"}, "physical_batch_size"),

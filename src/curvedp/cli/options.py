@@ -132,6 +132,15 @@ _OPTIONS: dict[str, Any] = {
     "device": Annotated[
         str | None, _option(_RUN, "auto, cpu, cuda or mps.", shown="auto")
     ],
+    "cuda_graph": Annotated[
+        bool,
+        _option(
+            _RUN,
+            "Record each pass as a CUDA graph: faster for small nets, same numbers.",
+            "--cuda-graph",
+            shown=False,
+        ),
+    ],
     "allow_large_delta": Annotated[
         bool,
         _option(
@@ -162,6 +171,7 @@ _PRIVACY_KEYS = (
 )  # fmt: skip
 _RUN_KEYS = (
     "physical_batch_size", "validation", "loss", "seed", "checkpoint_every", "device",
+    "cuda_graph",
     "show_private_training_loss", "unsafe_reproducible_noise",
 )  # fmt: skip
 #: Table in the file, the key that names the thing, and the option for its details.

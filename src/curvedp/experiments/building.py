@@ -122,6 +122,7 @@ class BuiltRun:
             unsafe_reproducible_noise=config.unsafe_reproducible_noise,
             show_private_training_loss=config.show_private_training_loss,
             on_progress=on_progress or (),
+            cuda_graph=config.cuda_graph,
             probes=self.probe,
             **{k: v for k, v in config.privacy.items() if v is not None},
         )

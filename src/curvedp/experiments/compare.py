@@ -192,7 +192,7 @@ def resume_comparison(
             f"{folder / 'run.json'} is damaged: {problem}", "restore it from a copy"
         ) from error
     if device is not None:
-        config = replace(config, base=replace(config.base, device=device))
+        config = replace(config, base=config.base.on(device))
     with sole_writer(folder):
         return _compare(config, folder, on_progress, stop or StopRequest())
 

@@ -70,6 +70,7 @@ _RUN_TYPES: dict[str, tuple[type, ...]] = {
     "seed": (int,),
     "unsafe_reproducible_noise": (int,),
     "device": (str,),
+    "cuda_graph": (bool,),
     "metrics": (list, tuple),
     "checkpoint_every": (int,),
     "validation": (float, int),
@@ -98,6 +99,7 @@ class RunConfig:
         seed: of the public random streams: initialisation, dropout, validation split.
         unsafe_reproducible_noise: for tests; there is no guarantee then.
         device: "auto", "cpu", "cuda" or "mps".
+        cuda_graph: record each pass as a CUDA graph; the numbers are the same.
         metrics: what is computed on held-out examples; empty chooses by the task.
         checkpoint_every: steps between checkpoints.
         validation: share of the training examples that is set apart for evaluation.
@@ -118,6 +120,7 @@ class RunConfig:
     seed: int | None = None
     unsafe_reproducible_noise: int | None = None
     device: str = "auto"
+    cuda_graph: bool = False
     metrics: tuple[str, ...] = ()
     checkpoint_every: int = 20
     validation: float | None = None
@@ -221,6 +224,11 @@ class RunConfig:
     def privacy_settings(self) -> PrivacySettings:
         """The privacy settings as the library takes them."""
         return PrivacySettings.of(dict(self.privacy))
+
+    def on(self, device: str) -> RunConfig:
+        """The same run on another device, which may have no graphs."""
+        graphs = self.cuda_graph and device in ("auto", "cuda")
+        return replace(self, device=device, cuda_graph=graphs)
 
     def _run_settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _RUN_TYPES}

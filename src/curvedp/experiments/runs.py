@@ -172,7 +172,7 @@ def resume_run(
     """
     folder = RunFolder.open(run_dir)
     if device is not None:
-        folder.config = replace(folder.config, device=device)
+        folder.config = folder.config.on(device)
     stored = folder.read_result()
     if stored is not None:
         return _stored_result(folder, stored)
