@@ -1,19 +1,22 @@
 """Accuracy of the recipes at equal privacy: tune on a validation split, test once.
 
-    python accuracy.py prepare DATA              # once: plain copies of the data sets
-    python accuracy.py tune DATA RESULTS         # opens the training files only
-    python accuracy.py choose RESULTS            # best trial of every arm, fixed
-    python accuracy.py test DATA RESULTS         # one pass over the test files
-    python accuracy.py tables RESULTS            # docs/results
+    python accuracy.py prepare --source FOLDER   # once: plain copies of the data sets
+    python accuracy.py calibrate                 # noise multipliers that are missing
+    python accuracy.py tune                      # opens the training files only
+    python accuracy.py choose                    # best trial of every arm, fixed
+    python accuracy.py test                      # one pass over the test files
+    python accuracy.py ablate                    # around what was chosen; no test
+    python accuracy.py tables                    # docs/results, of what is there
 
 Every command can be stopped and called again: results are lines of a file, and what is
-there is not run again. ``tune`` and ``test`` take ``--workers`` and ``--seconds``.
+there is not run again. ``tune``, ``test`` and ``ablate`` take ``--workers``,
+``--seconds`` and ``--tables``: names of tables or pages, or how names begin.
 
-Poisson sampling, PLD, zero-out adjacency (the size is public). Tuning trains on 55 000
-examples and scores on the other 5 000; each trial has one seed, and the best three of
-an arm get two more. Noise multipliers are in ``sigmas.json``, made by ``calibrate``, so
-that a machine without dp-accounting can train. A seed varies initialisation, sampling
-and noise, and is the same for all arms.
+Poisson sampling, PLD, zero-out adjacency (the size is public). Tuning scores on 5 000
+of the training examples and trains on the others; each trial has one seed, and the best
+three of an arm get two more. Noise multipliers are in ``sigmas.json``, so that a
+machine without dp-accounting can train. A seed varies initialisation, sampling and
+noise, and is the same for all arms.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import argparse
 import hashlib
 import json
 import multiprocessing
-import os
 import platform
 import random
 import statistics
@@ -30,21 +32,15 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch.utils.data import TensorDataset
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from arms import ARMS, TABLES, inside, trials  # noqa: E402
+import ablation  # noqa: E402
+from arms import TABLES, inside, trials  # noqa: E402
 
-HELD_OUT = 5000
-TUNING_SEED, MORE_SEEDS, TEST_SEEDS = 100, (101, 102), (0, 1, 2, 3, 4)
-#: Fewer only to see whether everything runs.
-MOST_STEPS = int(os.environ.get("MOST_STEPS", "1000000"))
-#: Public constants of the data sets: mean and standard deviation of a pixel.
-PIXELS = {"mnist": (0.1307, 0.3081), "fashion_mnist": (0.2860, 0.3530)}
+TUNING_SEED, MORE_SEEDS, FINALISTS = 100, (101, 102), 3
 
 
 # -- jobs ------------------------------------------------------------------------------
@@ -55,156 +51,93 @@ def key(job):
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def tuning_jobs(done):
+def tuning_jobs(tables, done):
     """All trials; when an arm has all of them, more seeds for its best three."""
-    jobs = []
-    for table, about in TABLES.items():
-        for arm in about["arms"]:
-            own = [
-                {"table": table, "arm": arm, "phase": "tune", "seed": TUNING_SEED,
-                 "settings": settings}
-                for settings in trials(table, arm)
-            ]  # fmt: skip
-            jobs += own
-            scores = {key(j): done[key(j)]["accuracy"] for j in own if key(j) in done}
-            if len(scores) == len({key(j) for j in own}):
-                best = sorted(own, key=lambda j: -scores[key(j)])[:3]
-                jobs += [{**j, "seed": s} for j in best for s in MORE_SEEDS]
-    return jobs
+    return [
+        job
+        for table in tables
+        if TABLES[table].tuned_in is None
+        for arm in TABLES[table].arms
+        for job in _arm_jobs(table, arm, done)
+    ]
+
+
+def _arm_jobs(table, arm, done):
+    own = [
+        {"table": table, "arm": arm, "phase": "tune", "seed": TUNING_SEED,
+         "settings": settings}
+        for settings in trials(table, arm)
+    ]  # fmt: skip
+    scores = {key(j): done[key(j)]["accuracy"] for j in own if key(j) in done}
+    if len(scores) < len({key(j) for j in own}):
+        return own
+    best = sorted(own, key=lambda j: -scores[key(j)])[:FINALISTS]
+    return own + [{**j, "seed": s} for j in best for s in MORE_SEEDS]
 
 
 def choose(done):
-    """For every arm the settings with the best mean over three seeds."""
+    """For every arm whose search is complete, the best mean over three seeds."""
     chosen = {}
     for table, about in TABLES.items():
-        for arm in about["arms"]:
-            best = []
-            for settings in trials(table, arm):
-                scores = []
-                for seed in (TUNING_SEED, *MORE_SEEDS):
-                    job = {"table": table, "arm": arm, "phase": "tune", "seed": seed,
-                           "settings": settings}  # fmt: skip
-                    if key(job) in done:
-                        scores.append(done[key(job)]["accuracy"])
-                if len(scores) == 3:
-                    best.append((statistics.mean(scores), settings))
-            if not best:
+        if about.tuned_in is not None:
+            continue
+        for arm in about.arms:
+            jobs = _arm_jobs(table, arm, done)
+            if any(key(job) not in done for job in jobs):
                 continue
-            score, settings = max(best, key=lambda item: item[0])
+            scores = {}
+            for job in jobs:
+                own = scores.setdefault(json.dumps(job["settings"]), {})
+                own[job["seed"]] = done[key(job)]["accuracy"]
+            means = {
+                text: statistics.mean(by_seed.values())
+                for text, by_seed in scores.items()
+                if len(by_seed) == 1 + len(MORE_SEEDS)
+            }
+            best = max(means, key=means.__getitem__)
+            settings = json.loads(best)
             chosen.setdefault(table, {})[arm] = {
-                "validation": score,
+                "validation": means[best],
                 "settings": settings,
-                "inside": inside(arm, settings),
+                "inside": inside(table, arm, settings),
             }
     return chosen
 
 
-def test_jobs(chosen):
+def test_jobs(chosen, tables):
+    """Chosen arms and the rows beside them, with the table's paired seeds."""
     return [
-        {"table": table, "arm": arm, "phase": "test", "seed": seed,
-         "settings": own["settings"]}
-        for table, arms in chosen.items()
-        for arm, own in arms.items()
-        for seed in TEST_SEEDS
+        {"table": table, "arm": row, "phase": "test", "seed": seed,
+         "settings": settings}
+        for table in tables
+        for row, settings in rows(chosen, table).items()
+        for seed in range(TABLES[table].seeds)
     ]  # fmt: skip
 
 
-# -- training --------------------------------------------------------------------------
+def rows(chosen, table):
+    """Name of a row -> its settings."""
+    about = TABLES[table]
+    arms = chosen.get(about.tuned_in or table, {})
+    found = {arm: own["settings"] for arm, own in arms.items()}
+    for name, (arm, changed) in about.untuned.items():
+        if arm in found:
+            found[name] = {**found[arm], **changed}
+    return found
 
 
-def load(folder, data, part, device):
-    """``part``: "train" or "test"; each is a file of its own."""
-    with np.load(Path(folder) / f"{data}_{part}.npz") as arrays:
-        mean, std = PIXELS[data]
-        x = torch.from_numpy(arrays["x"]).float().div_(255).sub_(mean).div_(std)
-        y = torch.from_numpy(arrays["y"]).long()
-    return x.to(device), y.to(device)
-
-
-def split(x, y):
-    order = torch.from_numpy(np.random.default_rng(0).permutation(len(x)))
-    held, kept = order[:HELD_OUT].to(x.device), order[HELD_OUT:].to(x.device)
-    return (x[kept], y[kept]), (x[held], y[held])
-
-
-def train(job, folder, device):
-    from curvedp import make_private, models
-    from curvedp.recipes import get_recipe
-
-    about = TABLES[job["table"]]
-    x, y = load(folder, about["data"], "train", device)
-    if job["phase"] == "tune":
-        (x, y), (xt, yt) = split(x, y)
-    else:
-        xt, yt = load(folder, about["data"], "test", device)
-    sigma, rate, steps = noise(about, len(x))
-    settings = dict(job["settings"])
-    recipe = get_recipe(settings.pop("recipe")).configure(**settings)
-    torch.manual_seed(job["seed"])
-    model = models.build(about["model"], tuple(x.shape[1:]), 10).to(device)
-    private = make_private(
-        model,
-        recipe.make_optimiser(model.parameters()),
-        TensorDataset(x, y),
-        recipe=recipe,
-        loss="cross-entropy",
-        noise_multiplier=sigma,
-        sample_rate=rate,
-        steps=steps,
-        expected_batch_size=about["batch_size"],
-        delta=about["delta"],
-        relation="zero-out",
-        seed=job["seed"],
-        # paired seeds of an experiment on public benchmark data
-        unsafe_reproducible_noise=job["seed"],
-        journal=False,
-    )
-    started = time.monotonic()
-    for xb, yb in private.loader:
-        if private.step >= MOST_STEPS:
-            break
-        private.optimizer.zero_grad()
-        private.loss(private.model(xb), yb).backward()
-        private.optimizer.step()
-    seconds = time.monotonic() - started
-    model.eval()
-    with torch.no_grad():
-        right = [
-            (model(a).argmax(1) == b).sum()
-            for a, b in zip(xt.split(1000), yt.split(1000), strict=True)
-        ]
-    accuracy = float(torch.stack(right).sum()) / len(yt)
-    return {"accuracy": accuracy, "sigma": sigma, "steps": steps, "seconds": seconds}
-
-
-def noise(about, size):
-    rate = about["batch_size"] / size
-    steps = about["epochs"] * (size // about["batch_size"])
-    stored = json.loads((HERE / "sigmas.json").read_text(encoding="utf-8"))
-    return stored[sigma_key(about, size, steps)], rate, steps
-
-
-def sigma_key(about, size, steps):
-    return f"{about['epsilon']}/{about['delta']}/{about['batch_size']}/{size}/{steps}"
-
-
-def calibrate():
-    """Write every noise multiplier that the tables need."""
-    from curvedp.accounting import calibrate_sigma
-
-    found = {}
-    for about in TABLES.values():
-        for size in (60_000, 60_000 - HELD_OUT):
-            steps = about["epochs"] * (size // about["batch_size"])
-            found[sigma_key(about, size, steps)] = calibrate_sigma(
-                about["epsilon"],
-                sample_rate=about["batch_size"] / size,
-                steps=steps,
-                delta=about["delta"],
-                relation="zero-out",
-            )
-    text = json.dumps(found, indent=1)
-    (HERE / "sigmas.json").write_text(text + "\n", encoding="utf-8")
+def selected(names):
+    """Tables whose name or page is given, or whose name begins so; None takes all."""
+    found = [
+        table
+        for table, about in TABLES.items()
+        if names is None
+        or any(about.page == name or table.startswith(name) for name in names)
+    ]
+    if not found:
+        sys.exit(f"no table is called {' or '.join(names)}; there are: "
+                 + "; ".join(TABLES))  # fmt: skip
+    return found
 
 
 # -- running ---------------------------------------------------------------------------
@@ -218,24 +151,28 @@ def read(path):
 
 
 def _one(task):
+    from training import train
+
     job, folder, device = task
     torch.set_num_threads(1)
     try:
         return {"key": key(job), **job, **train(job, folder, device)}
-    except Exception as error:
+    except Exception as error:  # not a result: it is run again by the next call
         told = f"{type(error).__name__}: {error}"
-        return {"key": key(job), **job, "accuracy": 0.0, "error": told}
+        return {**job, "failed": told}
 
 
 def work(jobs_of, path, folder, device, workers, seconds):
-    """Run what is missing; ``jobs_of(done)`` may give more when some are done."""
+    """Run what is missing; ``jobs_of(done)`` may give more when some are done.
+
+    Returns how many results are new.
+    """
     deadline = time.monotonic() + seconds
+    new = 0
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         while time.monotonic() < deadline:
-            done = read(path)
+            done, before = read(path), new
             missing = {key(j): j for j in jobs_of(done) if key(j) not in done}
-            if not missing:
-                return
             tasks = [(job, folder, device) for job in missing.values()]
             random.Random(0).shuffle(tasks)  # all arms advance alike
             found = pool.imap_unordered(_one, tasks)
@@ -243,70 +180,87 @@ def work(jobs_of, path, folder, device, workers, seconds):
                 try:
                     record = found.next(timeout=max(0.1, deadline - time.monotonic()))
                 except multiprocessing.TimeoutError:
-                    return
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
-                told = record.get("error", record["accuracy"])
+                    return new
+                told = record.get("failed", record.get("error"))
+                if "failed" not in record:
+                    new += 1
+                    told = told or f"{record['accuracy']:.4f} {record['seconds']:.0f} s"
+                    with path.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(record) + "\n")
                 print(record["table"], record["arm"], told, file=sys.stderr, flush=True)
-
-
-def prepare(folder, source):
-    """Plain copies, one file for training and one for testing."""
-    sys.path.insert(0, str(source))
-    import load_data
-
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for data in PIXELS:
-        pair = getattr(load_data, data)()
-        for part, (x, y) in zip(("train", "test"), pair, strict=True):
-            x = np.asarray(x).reshape(-1, 1, 28, 28).astype(np.uint8)
-            np.savez_compressed(Path(folder) / f"{data}_{part}.npz", x=x, y=y)
+            if new == before:  # nothing is missing, or all that is fails
+                return new
+    return new
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "command", choices=["prepare", "calibrate", "tune", "choose", "test", "tables"]
-    )
+    commands = ["prepare", "calibrate", "tune", "choose", "test", "ablate", "tables"]
+    parser.add_argument("command", choices=commands)
     parser.add_argument("--data", type=Path, default=HERE.parent / "data")
     parser.add_argument("--source", type=Path, help="folder with load_data.py")
     parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--pages", type=Path, default=HERE.parents[1] / "docs/results")
+    parser.add_argument("--tables", nargs="+", help="names, pages or how names begin")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    results = options.results
-    results.mkdir(parents=True, exist_ok=True)
-    about = (options.data, options.device, options.workers, options.seconds)
+    options.results.mkdir(parents=True, exist_ok=True)
     if options.command == "prepare":
+        from images import prepare
+
         prepare(options.data, options.source)
     elif options.command == "calibrate":
+        from training import calibrate
+
         calibrate()
-    elif options.command == "tune":
-        work(tuning_jobs, results / "tuning.jsonl", *about)
-        machine(results, options.device)
     elif options.command == "choose":
-        text = json.dumps(choose(read(results / "tuning.jsonl")), indent=1)
-        (results / "chosen.json").write_text(text + "\n", encoding="utf-8")
-    elif options.command == "test":
-        chosen = json.loads((results / "chosen.json").read_text(encoding="utf-8"))
-        work(lambda _: test_jobs(chosen), results / "test.jsonl", *about)
-    else:
+        chosen = choose(read(options.results / "tuning.jsonl"))
+        _write(options.results / "chosen.json", chosen)
+    elif options.command == "tables":
         from tables import write
 
-        write(results)
+        write(options.results, options.pages)
+    else:
+        _run(options)
 
 
-def machine(results, device):
-    about = {
-        "device": torch.cuda.get_device_name() if "cuda" in device else "cpu",
+def _run(options):
+    """``tune``, ``test`` or ``ablate``."""
+    results, tables = options.results, selected(options.tables)
+    about = (options.data, options.device, options.workers, options.seconds)
+    if options.command == "tune":
+        new = work(lambda done: tuning_jobs(tables, done), results / "tuning.jsonl",
+                   *about)  # fmt: skip
+        pages = {TABLES[table].page for table in tables} if new else set()
+    else:
+        chosen = json.loads((results / "chosen.json").read_text(encoding="utf-8"))
+    if options.command == "test":
+        new = work(lambda _: test_jobs(chosen, tables), results / "test.jsonl", *about)
+        pages = {TABLES[table].page for table in tables} if new else set()
+    elif options.command == "ablate":
+        own = [table for table in ablation.TABLES_OF if table in tables]
+        new = work(lambda done: ablation.jobs(chosen, own, done, key),
+                   results / "ablation.jsonl", *about)  # fmt: skip
+        pages = {"ablation"} if new else set()
+    machine = {
+        "device": torch.cuda.get_device_name() if "cuda" in options.device else "cpu",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
-        "trials": {arm: len(trials(next(iter(TABLES)), arm)) for arm in ARMS},
     }
-    text = json.dumps(about, indent=1)
-    (results / "machine.json").write_text(text + "\n", encoding="utf-8")
+    for page in pages:
+        _write(results / machine_file(page), machine)
+
+
+def machine_file(page):
+    """Where and when the results of a page were made last."""
+    return "machine.json" if page == "accuracy" else f"machine_{page}.json"
+
+
+def _write(path, value):
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

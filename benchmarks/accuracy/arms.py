@@ -3,15 +3,56 @@
 A range is searched uniformly (``"linear"``) or uniformly in the logarithm (``"log"``);
 a list is a choice. Trials are drawn from a generator seeded by table and arm, before
 anything is trained.
+
+What is here is part of the key of every stored result: an edit of a table that has
+results makes them results of something else.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 
-#: The two arms that the claim is about get more.
-TRIALS = {"dp-sgd": 16, "dp-kfc": 16}
-FEWEST = 12
+#: Batch and epochs of the tables with DP-NGD.
+NGD_BATCH, NGD_EPOCHS = 1024, 10
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A recipe with what is fixed and what is searched of its settings."""
+
+    recipe: str
+    fixed: dict
+    searched: dict
+    trials: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """Data, net, privacy and sampling of a table, and its arms.
+
+    Attributes:
+        page: where it is shown.
+        options: of the net.
+        tuned_in: another table whose chosen settings are tested here; None tunes them.
+        untuned: rows that take the chosen settings of an arm, but for a few:
+            name -> (arm, settings).
+        seeds: paired seeds of the test.
+    """
+
+    page: str
+    data: str
+    model: str
+    batch_size: int
+    epochs: int
+    arms: dict[str, Arm]
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    options: dict = field(default_factory=dict)
+    tuned_in: str | None = None
+    untuned: dict[str, tuple[str, dict]] = field(default_factory=dict)
+    seeds: int = 5
+
 
 PLAIN = {
     "learning_rate": ("log", 0.02, 4.0),
@@ -29,10 +70,11 @@ WHITENED = {
     "spectral_power": [2.0, 3.0, 4.0],
 }
 
-#: arm -> (recipe, fixed settings, searched settings)
-ARMS = {
-    "dp-sgd": ("dp-sgd", {}, PLAIN),
-    "dp-adam": (
+# -- table 1: the protocol of DP-KFC; the two arms of the claim get more trials --------
+
+PAPER = {
+    "dp-sgd": Arm("dp-sgd", {}, PLAIN, 16),
+    "dp-adam": Arm(
         "dp-adam",
         {},
         {
@@ -40,46 +82,121 @@ ARMS = {
             "clipping": ["flat", "normalised"],
             "clip_norm": [0.1, 0.3, 1.0, 3.0],
         },
+        12,
     ),
-    "dp-kfc": ("dp-kfc", {"side": "a"}, WHITENED),
-    "dp-kfc both sides": ("dp-kfc", {"side": "both"}, WHITENED),
-    "dp-kfc paper": (
+    "dp-kfc": Arm("dp-kfc", {"side": "a"}, WHITENED, 16),
+    "dp-kfc both sides": Arm("dp-kfc", {"side": "both"}, WHITENED, 12),
+    "dp-kfc paper": Arm(
         "dp-kfc",
         {"mode": "paper"},
         {"learning_rate": ("log", 1e-4, 2e-2), "damping": ("log", 1e-3, 1.0)},
+        12,
     ),
 }
 
-#: name -> data, net, privacy, sampling, arms
-TABLES = {
-    f"{data} paper protocol": {
-        "data": data,
-        "model": "dpkfc-mnist",
-        "epsilon": 1.0,
-        "delta": 1e-5,
-        "batch_size": 256,
-        "epochs": 5,
-        "arms": list(ARMS),
-    }
-    for data in ("mnist", "fashion_mnist")
+# -- table 2: what makes plain DP-SGD strong: large batches, tanh, normalised clipping -
+
+NORMALISED = {"clipping": "normalised", "clip_norm": 1.0}
+STEPS = {"learning_rate": ("log", 0.02, 8.0), "momentum": [0.0, 0.9]}
+#: Twice the rates of ``WHITENED``: a large batch has less noise.
+MORE_WHITENED = {
+    **{k: v for k, v in WHITENED.items() if k != "clipping"},
+    "learning_rate": ("log", 0.02, 2.0),
+    "rank": [32, 0],
 }
+STRONG = {
+    "dp-sgd": Arm("dp-sgd", NORMALISED, STEPS, 12),
+    "dp-adam": Arm(
+        "dp-adam", NORMALISED, {"learning_rate": ("log", 1e-4, 2e-2)}, 12
+    ),
+    "dp-kfc": Arm("dp-kfc", {"side": "a", **NORMALISED}, MORE_WHITENED, 12),
+    "dp-kfc both sides": Arm(
+        "dp-kfc", {"side": "both", **NORMALISED}, MORE_WHITENED, 12
+    ),
+}  # fmt: skip
+
+# -- table 4: DP-NGD with public images beside what else they could be used for --------
+
+#: All of the public images at every refresh.
+PUBLIC_IMAGES = 500
+PROBES = {"probe_size": PUBLIC_IMAGES, "probe_batches": 1, "refresh": 32}
+PUBLIC = {"probe": "public", "labels": "model", **PROBES}
+SYNTHETIC = {"probe": "synthetic", "labels": "model", **PROBES}
+NATURAL = {
+    "learning_rate": ("log", 0.003, 0.3),
+    "momentum": [0.0, 0.9],
+    "clip_norm": [1.0, 3.0, 10.0],
+    "clamp": ["matched", "printed"],
+    "plain_step": [0.5, 1.0, 2.0],
+    "floor_base": [0.01, 0.1, 1.0],
+}
+DIAGONAL = {
+    k: v
+    for k, v in MORE_WHITENED.items()
+    if k not in ("rank", "spectral_power")  # it has no eigenpairs, the images no power
+}
+NGD = {
+    "dp-sgd": Arm("dp-sgd", NORMALISED, STEPS, 8),
+    "diagonal public": Arm(
+        "dp-kfc", {"diagonal": True, **PUBLIC, **NORMALISED}, DIAGONAL, 8
+    ),
+    "dp-kfc": Arm(
+        "dp-kfc", {"side": "a", **SYNTHETIC, **NORMALISED}, MORE_WHITENED, 8
+    ),
+    "dp-ngd public": Arm("dp-ngd", PUBLIC, NATURAL, 8),
+    "dp-ngd synthetic": Arm(
+        "dp-ngd", SYNTHETIC, {**NATURAL, "spectral_power": [2.0, 3.0, 4.0]}, 8
+    ),
+}  # fmt: skip
+NGD_UNTUNED = {
+    "dp-ngd public, refresh 8": ("dp-ngd public", {"refresh": 8}),
+    "dp-ngd public, no clamp": ("dp-ngd public", {"clamp": "none"}),
+}
+
+
+def ngd_table(data: str, epsilon: float) -> Table:
+    first = f"{data} dp-ngd epsilon 1"
+    return Table(
+        "dp_ngd", data, "small-cnn", NGD_BATCH, NGD_EPOCHS, NGD, epsilon=epsilon,
+        tuned_in=None if epsilon == 1.0 else first, untuned=NGD_UNTUNED, seeds=3,
+    )  # fmt: skip
+
+
+TABLES: dict[str, Table] = {
+    **{
+        f"{data} paper protocol": Table("accuracy", data, "dpkfc-mnist", 256, 5, PAPER)
+        for data in ("mnist", "fashion_mnist")
+    },
+    **{
+        f"{data} strong baseline": Table(
+            "strong_baseline", data, "dpkfc-mnist", 2048, 30, STRONG,
+            options={"activation": "tanh"},
+        )
+        for data in ("mnist", "fashion_mnist")
+    },
+    **{
+        f"{data} dp-ngd epsilon {epsilon:g}": ngd_table(data, epsilon)
+        for data in ("fashion_mnist", "cifar10")
+        for epsilon in (1.0, 2.0)
+    },
+}  # fmt: skip
 
 
 def trials(table: str, arm: str) -> list[dict[str, object]]:
     """The settings of every trial of an arm."""
-    recipe, fixed, searched = ARMS[arm]
+    about = TABLES[table].arms[arm]
     draw = random.Random(f"{table}/{arm}")
     found = []
-    for _ in range(TRIALS.get(arm, FEWEST)):
-        own = {name: _drawn(where, draw) for name, where in searched.items()}
-        found.append({"recipe": recipe, **fixed, **own})
+    for _ in range(about.trials):
+        own = {name: _drawn(where, draw) for name, where in about.searched.items()}
+        found.append({"recipe": about.recipe, **about.fixed, **own})
     return found
 
 
-def inside(arm: str, settings: dict[str, object]) -> dict[str, bool]:
+def inside(table: str, arm: str, settings: dict[str, object]) -> dict[str, bool]:
     """For every searched range, whether the value is off its outer twentieth."""
     found = {}
-    for name, where in ARMS[arm][2].items():
+    for name, where in TABLES[table].arms[arm].searched.items():
         if isinstance(where, tuple):
             low, high = where[1:]
             value = float(settings[name])

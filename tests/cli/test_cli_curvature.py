@@ -107,6 +107,12 @@ def test_settings_are_refused_by_name(train, tmp_path, arguments, words):
         ("dp-ngd", {"floor_base": 2.0}, "floor_base"),
         ("dp-ngd", {"plain_step": 0}, "plain_step"),
         ("dp-kfc", {"clamp": "matched"}, "side"),
+        ("dp-ngd", {"diagonal": True}, "diagonal"),
+        ("dp-kfc", {"diagonal": 1}, "diagonal"),
+        ("dp-kfc", {"diagonal": True, "side": "both"}, "side"),
+        ("dp-kfc", {"diagonal": True, "rank": 0}, "rank"),
+        ("dp-kfc", {"diagonal": True, "product": True}, "product"),
+        ("dp-kfc", {"diagonal": True, "match_scale": True}, "match_scale"),
         ("dp-kfc", {"probe_size": True}, "probe_size"),
         ("dp-kfc", {"learning_rate": "fast"}, "learning_rate"),
         ("dp-sgd", {"clip_norm": "a"}, "clip_norm"),
@@ -198,6 +204,9 @@ def test_the_dry_run_shows_probe_whitening_and_refresh(train, tmp_path):
     text = train("--dry-run", "--set", "refresh=4").stdout
     assert "synthetic" in text
     assert "32 eigenpairs" in text
+    diagonal = train("--dry-run", "--set", "diagonal=true").stdout
+    assert "diagonal, exponent 0.5" in diagonal
+    assert "eigenpairs" not in diagonal
     assert "every 4 steps" in text
     assert json.loads(train("--dry-run", "--json").stdout)["curvature"]["side"] == "a"
     assert "floor matched" in train("--dry-run", recipe="dp-ngd").stdout

@@ -85,6 +85,18 @@ def test_outputs_and_gradients(name, shape):
         assert parameter.grad.abs().max() > 1e-6, label
 
 
+def test_the_activation_of_the_dpkfc_net_changes_no_weight():
+    relu, tanh = (
+        made("dpkfc-mnist", (1, 8, 8)),
+        made("dpkfc-mnist", (1, 8, 8), activation="tanh"),
+    )
+    for p, q in zip(relu.parameters(), tanh.parameters(), strict=True):
+        assert torch.equal(p, q)
+    kinds = [type(m) for m in tanh.modules()]
+    assert kinds.count(nn.Tanh) == 3
+    assert nn.ReLU not in kinds
+
+
 @pytest.mark.parametrize(("name", "shape"), STANDARDISED)
 def test_gradients_with_standardised_weights(name, shape):
     model = made(name, shape, weight_standardisation=True)

@@ -16,6 +16,8 @@ from curvedp.whitening import IdentityWhitener
 WHITENING = [name for name, recipe in RECIPES.items() if recipe.curvature is not None]
 PRIVATE = [name for name, recipe in RECIPES.items() if recipe.private]
 SETTINGS = {"probe_size": 16, "probe_batches": 2, "refresh": 3}
+#: Recipes that whiten, and maps of dp-kfc that are made in another way.
+MAPS = [*((name, {}) for name in WHITENING), ("dp-kfc", {"diagonal": True})]
 
 
 def examples(n=40, seed=0):
@@ -73,15 +75,17 @@ def test_there_are_such_recipes():
     assert {"dp-kfc", "dp-ngd"} <= set(WHITENING)
 
 
-@pytest.mark.parametrize("recipe", PRIVATE)
-def test_neighbours_have_one_whitener_and_sums_at_most_the_bound_apart(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "own"), [*((name, {}) for name in PRIVATE), MAPS[-1]]
+)
+def test_neighbours_have_one_whitener_and_sums_at_most_the_bound_apart(recipe, own):
     """The same seeds, one example more; every recipe, first step."""
     whole = examples()
     x, y = (t.clone() for t in whole.tensors)
     x[-1] *= 50
     sums, frames, bounds = [], [], []
     for n in (40, 39):
-        private = attach(TensorDataset(x[:n], y[:n]), recipe, sample_rate=1.0)
+        private = attach(TensorDataset(x[:n], y[:n]), recipe, sample_rate=1.0, **own)
         engine = private._engine
         for xb, yb in private.loader:
             private.loss(private.model(xb), yb).backward()
@@ -111,17 +115,18 @@ def test_the_whitener_changes_at_declared_steps_only(recipe):
     assert changes == [3, 6]
 
 
-@pytest.mark.parametrize("recipe", WHITENING)
+@pytest.mark.parametrize(("recipe", "own"), MAPS)
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 @pytest.mark.parametrize("stop", [1, 3, 4])
-def test_a_resumed_run_ends_with_the_same_bits(recipe, decay, stop, tmp_path):
-    whole = train(attach(examples(), recipe, decay=decay))
-    with attach(examples(), recipe, decay=decay, run_dir=tmp_path / "run") as first:
+def test_a_resumed_run_ends_with_the_same_bits(recipe, own, decay, stop, tmp_path):
+    own = {**own, "decay": decay}
+    whole = train(attach(examples(), recipe, **own))
+    with attach(examples(), recipe, **own, run_dir=tmp_path / "run") as first:
         first.save()
         train(first, stop)
         if stop != 4:
             first.save()  # otherwise the journal brings the steps
-    with attach(examples(), recipe, decay=decay, run_dir=tmp_path / "run") as second:
+    with attach(examples(), recipe, **own, run_dir=tmp_path / "run") as second:
         second.resume()
         assert second.step == stop
         assert torch.equal(train(second), whole)
@@ -193,6 +198,14 @@ def test_curvature_needs_the_loss():
         )  # fmt: skip
 
 
+def test_a_diagonal_map_is_another_one():
+    frames = [
+        attach(examples(), "dp-kfc", diagonal=diagonal)._engine.whiteners.at(0).frame
+        for diagonal in (False, True)
+    ]
+    assert frames[0] != frames[1]
+
+
 @pytest.mark.parametrize("mode", ["default", "paper", "official"])
 def test_modes_train(mode):
     trainer = Trainer(
@@ -221,7 +234,8 @@ def test_the_statement_of_a_synthetic_run_is_private(recipe):
     assert private.statement().facts["private"]
 
 
-def test_tokens_and_features_have_synthetic_probes():
+@pytest.mark.parametrize("own", [{}, {"diagonal": True}], ids=str)
+def test_tokens_and_features_have_synthetic_probes(own):
     class Tagger(nn.Module):
         def __init__(self):
             super().__init__()
@@ -233,12 +247,12 @@ def test_tokens_and_features_have_synthetic_probes():
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 3, (40,), generator=generator)
     tokens = torch.randint(0, 20, (40, 7), generator=generator)
-    train(attach(TensorDataset(tokens, labels), "dp-kfc", Tagger()), 2)
+    train(attach(TensorDataset(tokens, labels), "dp-kfc", Tagger(), **own), 2)
     rows = torch.randn(40, 9, generator=generator)
-    train(attach(TensorDataset(rows, labels), "dp-kfc", nn.Linear(9, 3)), 2)
+    train(attach(TensorDataset(rows, labels), "dp-kfc", nn.Linear(9, 3), **own), 2)
     signals = torch.randn(40, 2, 9, generator=generator)
     signal_model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(21, 3))
-    train(attach(TensorDataset(signals, labels), "dp-kfc", signal_model), 2)
+    train(attach(TensorDataset(signals, labels), "dp-kfc", signal_model, **own), 2)
 
 
 def test_an_oracle_in_an_earlier_sitting_is_not_forgotten(tmp_path):

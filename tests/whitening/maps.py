@@ -11,7 +11,6 @@ from curvedp.whitening import (
     FloorSchedule,
     JointWhitening,
     KroneckerWhitening,
-    diagonal_whitening,
 )
 
 WHITENINGS = {
@@ -29,13 +28,14 @@ WHITENINGS = {
     "joint": JointWhitening(0.3),
     "joint-printed": JointWhitening(0.3, matched=False),
     "joint-scheduled": JointWhitening(0.3, share=FloorSchedule(100).share),
-    "diagonal": None,
+    "diagonal": KroneckerWhitening(diagonal=True),
+    "diagonal-quarter": KroneckerWhitening(
+        diagonal=True, exponent=0.25, damping=Damping(0.3)
+    ),
 }
 
 
 def build(name, factors, parameters, step=0):
-    if WHITENINGS[name] is None:
-        return diagonal_whitening(factors, parameters)
     return WHITENINGS[name].build(factors, parameters, step)
 
 

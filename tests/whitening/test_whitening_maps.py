@@ -2,18 +2,21 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from nets import ALL, composed, loss
+from torch import nn
 
 from curvedp.clipping import FlatClipping, NormalisedClipping, PerLayerClipping
 from curvedp.clipping.bounded import clipped_sum
 from curvedp.errors import ConfigurationError, CoverageError
-from curvedp.layers import cover
+from curvedp.layers import Batch, Recording, cover
 from curvedp.testing import check_whitener, per_example_gradients
 from curvedp.whitening import (
     Damping,
     IdentityMap,
     KroneckerWhitening,
     LayerwiseWhitener,
+    diagonal_whitening,
 )
 
 from .maps import WHITENINGS, build, factors, layer_ios, recorded, trainable
@@ -200,6 +203,69 @@ def test_matched_scale_keeps_the_probes_mean_square():
                     float(v.square().sum()) for v in layer.apply(values).values()
                 )
         assert after == pytest.approx(before, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sequence-linear", "image-conv-groups"])
+def test_a_diagonal_map_scales_by_the_product_of_mean_squares(name):
+    """Entry by entry, written down from the inputs and output gradients themselves."""
+    model, _, probe = recorded(named(name), 12, seed=1)
+    parameters = trainable(model)
+    how = KroneckerWhitening(diagonal=True, exponent=0.4, damping=Damping(0.2))
+    whitener = how.build(factors(probe), parameters)
+    image = whitener.apply({n: torch.ones_like(p) for n, p in parameters.items()})
+    dense = [io for io in probe if hasattr(io, "rows") and hasattr(io, "bias")]
+    assert dense
+    for io in dense:
+        a, d = (x.double() for x in io.rows())  # [B, G, T, p (+ 1)], [B, G, T, r]
+        squares = torch.einsum(
+            "gr,gp->grp", d.square().sum(2).mean(0), a.square().mean((0, 2))
+        )
+        scales = (squares / squares.mean() + 0.2) ** -0.4
+        if io.bias is not None:
+            bias = scales[..., -1].flatten()
+            assert torch.allclose(image[io.bias].double(), bias, rtol=1e-4)
+            scales = scales[..., :-1]
+        weight = image[io.weight]
+        assert torch.allclose(weight.double(), scales.reshape(weight.shape), rtol=1e-4)
+
+
+def test_of_one_example_and_one_position_it_is_the_root_of_the_squared_gradient():
+    """There the second moment is a Kronecker product, so nothing is approximated."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    x, y = torch.randn(1, 4), torch.tensor([1])
+    recording = Recording(model, cover_linear(model).covered, 1, keep_inputs=True)
+    F.cross_entropy(recording.forward((x,), {}), y).backward()
+    parameters = trainable(model)
+    found = factors(recording.layer_ios())
+    whitener = diagonal_whitening(found, parameters, damping=Damping(0.05))
+    again = KroneckerWhitening(diagonal=True).build(found, parameters)
+    assert whitener.frame == again.frame
+    squares = flat(
+        {n: g[0] for n, g in per_example_gradients(model, cross, x, y).items()}
+    ).square()
+    ones = whitener.apply({n: torch.ones_like(p) for n, p in parameters.items()})
+    expected = (squares / squares.mean() + 0.05) ** -0.5
+    assert torch.allclose(flat(ones).double(), expected.double(), rtol=1e-4)
+
+
+def cross(output, targets):
+    return F.cross_entropy(output, targets, reduction="none")
+
+
+def cover_linear(model):
+    def synthetic(size, generator):
+        x = torch.randn(size, model.in_features, generator=generator)
+        return Batch(x, torch.randint(0, 3, (size,), generator=generator))
+
+    return cover(model, synthetic, cross)
+
+
+def test_a_diagonal_map_leaves_layers_out_too():
+    model, _, probe = recorded(named("sequence-linear"), 12, seed=1)
+    parameters = trainable(model)
+    how = KroneckerWhitening(diagonal=True, leave_out=tuple(parameters))
+    assert how.build(factors(probe), parameters).frame == "identity"
 
 
 def test_the_reference_agrees_with_the_recording():

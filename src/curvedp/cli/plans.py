@@ -63,7 +63,9 @@ def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:
     if c.clamp == "off":
         rank = f"{c.rank} eigenpairs" if c.rank else "all eigenpairs"
         kind = "absolute" if c.absolute_damping else "relative"
-        how = f"side {c.side}, exponent {c.exponent:g}, {rank}, "
+        what = f"side {c.side}, " if not c.diagonal else "diagonal, "
+        how = f"{what}exponent {c.exponent:g}, "
+        how += "" if c.diagonal else f"{rank}, "
         how += f"{kind} damping {c.damping:g}"
     else:
         floor = "no floor" if c.clamp == "none" else f"floor {c.clamp}"

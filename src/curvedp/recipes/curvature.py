@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -43,6 +44,14 @@ _WHEN_CLAMPED: dict[str, Any] = {
     "match_scale": False,
     "absolute_damping": False,
     "leave_out": "",
+    "diagonal": False,
+}
+#: A diagonal map has no eigenpairs, and one scale of its own for every coordinate.
+_WHEN_DIAGONAL: dict[str, Any] = {
+    "side": "a",
+    "rank": 32,
+    "product": False,
+    "match_scale": False,
 }
 
 
@@ -77,6 +86,10 @@ class Curvature:
         absolute_damping: take the damping as it is; for reproduction.
         mean_loss: probe with the mean loss; for reproduction.
         leave_out: layers that stay unwhitened, separated by commas.
+        diagonal: scale every coordinate by itself, by the root of its second moment:
+            the diagonal of the Kronecker product, with both sides in it. Beside
+            ``probe="public"`` it is close to AdaDPS, with squares of per-example
+            gradients.
     """
 
     probe: str = "synthetic"
@@ -100,6 +113,7 @@ class Curvature:
     absolute_damping: bool = False
     mean_loss: bool = False
     leave_out: str = ""
+    diagonal: bool = False
 
     def __post_init__(self) -> None:
         check_types(self.facts(), {f.name: str(f.type) for f in fields(Curvature)})
@@ -117,15 +131,21 @@ class Curvature:
         Damping(self.damping)
         self.whitening(steps=1, step_length=1.0)
         if self.clamp != "off":
-            self._refuse_without_effect()
+            way_out = "clamp = 'off' for a Kronecker map"
+            self._refuse_others(_WHEN_CLAMPED, f"clamp = {self.clamp!r}", way_out)
+        elif self.diagonal:
+            way_out = "diagonal = False for a Kronecker map"
+            self._refuse_others(_WHEN_DIAGONAL, "diagonal = True", way_out)
 
-    def _refuse_without_effect(self) -> None:
-        for name, fixed in _WHEN_CLAMPED.items():
-            if getattr(self, name) != fixed:
+    def _refuse_others(
+        self, fixed: Mapping[str, Any], beside: str, way_out: str
+    ) -> None:
+        """Refuse settings that would be without effect."""
+        for name, value in fixed.items():
+            if getattr(self, name) != value:
                 raise ConfigurationError(
-                    f"{name} = {getattr(self, name)!r} has no effect beside clamp = "
-                    f"{self.clamp!r}",
-                    f"set {name} = {fixed!r}, or clamp = 'off' for a Kronecker map",
+                    f"{name} = {getattr(self, name)!r} has no effect beside {beside}",
+                    f"set {name} = {value!r}, or {way_out}",
                 )
 
     @staticmethod
@@ -170,6 +190,7 @@ class Curvature:
                 product=self.product,
                 match_scale=self.match_scale,
                 leave_out=tuple(n.strip() for n in self.leave_out.split(",") if n),
+                diagonal=self.diagonal,
             )
         if not self.plain_step > 0:
             raise ConfigurationError(

@@ -58,6 +58,8 @@ class KroneckerWhitening:
         match_scale: scale each layer's map so that the mean squared norm of probe
             gradients stays what it is, ``tr(P^2 F) = tr(F)``.
         leave_out: names of layers or parameters that stay unwhitened.
+        diagonal: the diagonal of ``A (x) G`` alone, which scales every coordinate by
+            itself; side, rank, product and match_scale then have no part.
     """
 
     side: str = "a"
@@ -68,6 +70,7 @@ class KroneckerWhitening:
     product: bool = False
     match_scale: bool = False
     leave_out: tuple[str, ...] = ()
+    diagonal: bool = False
 
     def __post_init__(self) -> None:
         if self.side not in SIDES:
@@ -101,6 +104,8 @@ class KroneckerWhitening:
         if isinstance(factor, DiagonalFactor):
             return _diagonal(factor, self.exponent, self.damping)
         shape = parameters[factor.weight].shape
+        if self.diagonal:
+            return _product_diagonal(factor, shape, self.exponent, self.damping)
         left, right = self._roots(factor, shape)
         bias = factor.bias if isinstance(factor, DenseFactor) else None
         groups = factor.a.groups if isinstance(factor, DenseFactor) else 1
@@ -223,26 +228,29 @@ def diagonal_whitening(
     damping: Damping = _DAMPING,
 ) -> LayerwiseWhitener:
     """The diagonal of each Kronecker product: a cheap map to compare with."""
-    maps: list[LayerMap] = []
-    for factor in factors.layers.values():
-        if isinstance(factor, DiagonalFactor):
-            maps.append(_diagonal(factor, exponent, damping))
-            continue
-        shape = parameters[factor.weight].shape
-        if isinstance(factor, LookupFactor):
-            left = _lookup_root(factor, exponent, damping)
-            columns = diagonal_root(_diag(factor.g)[0], exponent, damping)
-            maps.append(KroneckerMap(factor.weight, None, shape, 1, left, columns))
-            continue
-        a, g = _diag(factor.a), _diag(factor.g)
-        values = (g.unsqueeze(-1) * a.unsqueeze(-2)).double()
-        scales = diagonal_root(values, exponent, damping).values
-        weight = scales if factor.bias is None else scales[..., :-1]
-        found = {factor.weight: weight.reshape(shape)}
-        if factor.bias is not None:
-            found[factor.bias] = scales[..., -1].flatten()
-        maps.append(DiagonalMap(found))
-    return _whole(maps, parameters, factors)
+    how = KroneckerWhitening(exponent=exponent, damping=damping, diagonal=True)
+    return how.build(factors, parameters)
+
+
+def _product_diagonal(
+    factor: DenseFactor | LookupFactor,
+    shape: torch.Size,
+    exponent: float,
+    damping: Damping,
+) -> LayerMap:
+    """Scales ``(mean a_i^2 mean d_j^2 + damping)^-exponent`` of a weight's entries."""
+    if isinstance(factor, LookupFactor):
+        left = _lookup_root(factor, exponent, damping)
+        columns = diagonal_root(_diag(factor.g)[0], exponent, damping)
+        return KroneckerMap(factor.weight, None, shape, 1, left, columns)
+    a, g = _diag(factor.a), _diag(factor.g)
+    values = (g.unsqueeze(-1) * a.unsqueeze(-2)).double()  # [G, r, p (+ 1)]
+    scales = diagonal_root(values, exponent, damping).values
+    weight = scales if factor.bias is None else scales[..., :-1]
+    found = {factor.weight: weight.reshape(shape)}
+    if factor.bias is not None:
+        found[factor.bias] = scales[..., -1].flatten()
+    return DiagonalMap(found)
 
 
 def _diag(moment: SecondMoment) -> Tensor:

@@ -1,0 +1,138 @@
+"""One job of the tables: train with its settings, count what is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from arms import TABLES
+from images import HELD_OUT, SIZES, load, public, split
+from torch.utils.data import TensorDataset
+
+from curvedp import make_private, models
+from curvedp.errors import CurvedpError
+from curvedp.probes import PublicProbe
+from curvedp.recipes import get_recipe
+
+SIGMAS = Path(__file__).with_name("sigmas.json")
+#: Fewer only to see whether everything runs.
+MOST_STEPS = int(os.environ.get("MOST_STEPS", "1000000"))
+
+
+def train(job, folder, device):
+    """Accuracy on the validation split, or of a test on the test file."""
+    table = TABLES[job["table"]]
+    if job["phase"] == "test":
+        x, y = load(folder, table.data, "train", device)
+        held_out = load(folder, table.data, "test", device)
+    else:
+        (x, y), held_out = split(folder, table.data, device)
+    sigma, rate, steps = noise(table, len(x))
+    model, private = attach(job, table, folder, (x, y), sigma, rate, steps)
+    found = {"sigma": sigma, "steps": steps}
+    started = time.monotonic()
+    try:
+        fit(private, x, y)
+    except (CurvedpError, torch.linalg.LinAlgError) as error:
+        # diverged: no curvature of a net that is not finite; scored as it stands
+        found["error"] = f"{type(error).__name__}: {error}"
+    found["seconds"] = time.monotonic() - started
+    return {"accuracy": share_right(model, *held_out), **found}
+
+
+def attach(job, table, folder, examples, sigma, rate, steps):
+    """Model and private loop of a job."""
+    x, y = examples
+    settings = dict(job["settings"])
+    recipe = get_recipe(settings.pop("recipe")).configure(**settings)
+    probes = None
+    if settings.get("probe") == "public":
+        probes = PublicProbe(public(folder, table.data), name="Tiny-ImageNet")
+    torch.manual_seed(job["seed"])
+    shape = tuple(x.shape[1:])
+    model = models.build(table.model, shape, 10, **table.options).to(x.device)
+    private = make_private(
+        model,
+        recipe.make_optimiser(model.parameters()),
+        TensorDataset(x, y),
+        recipe=recipe,
+        loss="cross-entropy",
+        noise_multiplier=sigma,
+        sample_rate=rate,
+        steps=steps,
+        expected_batch_size=table.batch_size,
+        delta=table.delta,
+        relation="zero-out",
+        probes=probes,
+        seed=job["seed"],
+        # paired seeds of an experiment on public benchmark data
+        unsafe_reproducible_noise=job["seed"],
+        journal=False,
+    )
+    return model, private
+
+
+def fit(private, inputs, targets):
+    """All steps. ``inputs`` and ``targets`` are the whole training data."""
+    for xb, yb in private.loader:
+        if private.step >= MOST_STEPS:
+            break
+        private.optimizer.zero_grad()
+        private.loss(private.model(xb), yb).backward()
+        private.optimizer.step()
+
+
+def share_right(model, x, y):
+    model.eval()
+    with torch.no_grad():
+        right = [
+            (model(a).argmax(1) == b).sum()
+            for a, b in zip(x.split(1000), y.split(1000), strict=True)
+        ]
+    return float(torch.stack(right).sum()) / len(y)
+
+
+# -- noise -----------------------------------------------------------------------------
+
+
+def noise(table, size):
+    rate = table.batch_size / size
+    stored = json.loads(SIGMAS.read_text(encoding="utf-8"))
+    return stored[sigma_key(table, size)], rate, steps_of(table, size)
+
+
+def steps_of(table, size):
+    return table.epochs * (size // table.batch_size)
+
+
+def sigma_key(table, size):
+    steps = steps_of(table, size)
+    return f"{table.epsilon}/{table.delta}/{table.batch_size}/{size}/{steps}"
+
+
+def sizes_of(table):
+    """Numbers of examples that a table trains on: all, and without those held out."""
+    whole = SIZES[table.data]["train"]
+    return [whole] if table.tuned_in else [whole, whole - HELD_OUT]
+
+
+def calibrate():
+    """Add the noise multipliers that the tables need and that are not there yet."""
+    from curvedp.accounting import calibrate_sigma
+
+    found = json.loads(SIGMAS.read_text(encoding="utf-8"))
+    for table in TABLES.values():
+        for size in sizes_of(table):
+            if sigma_key(table, size) in found:
+                continue
+            found[sigma_key(table, size)] = calibrate_sigma(
+                table.epsilon,
+                sample_rate=table.batch_size / size,
+                steps=steps_of(table, size),
+                delta=table.delta,
+                relation="zero-out",
+            )
+    SIGMAS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
