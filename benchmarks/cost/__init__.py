@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks/step_cost.py``: nets, contestants, measuring, reporting."""

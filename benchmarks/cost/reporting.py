@@ -1,0 +1,113 @@
+"""The result as tables for a page of the documentation."""
+
+from __future__ import annotations
+
+from cost.contestants import OURS, OUT_OF_MEMORY, PARTS, PLAIN, WHITENED
+from cost.measuring import REFRESH_EVERY, ratios
+
+__all__ = ["table", "write_docs"]
+
+
+def table(result):
+    lines = [*_steps(result), "", *_beside_opacus(result), "", *_whitened(result)]
+    reasons = [
+        f"- `{row['net']}`, {name}: {reason}"
+        for row in result["rows"]
+        for name, reason in row["refused"].items()
+        if reason != OUT_OF_MEMORY
+    ]
+    if reasons:
+        lines += ["", "Who does not take a net says:", "", *reasons]
+    where = "GPU" if result["device"] != "cpu" else f"{result['threads']} thread(s)"
+    precisions = ", ".join(sorted({row["precision"] for row in result["rows"]}))
+    opacus = result["opacus"] or "absent"
+    lines += [
+        "",
+        f"{result['machine']}, {where}, {precisions}; torch {result['torch']}, Opacus "
+        f"{opacus}, Python {result['python']}; medians of {result['repeats']} "
+        f"rounds; {result['date']}.",
+    ]
+    return "\n".join(lines)
+
+
+def _steps(result):
+    yield "| net, batch | contestant | step, ms | over non-private | peak memory, MiB |"
+    yield "|---|---|--:|--:|--:|"
+    for row in result["rows"]:
+        for name in row["contestants"]:
+            if name in row["refused"]:
+                full = row["refused"][name] == OUT_OF_MEMORY
+                why = OUT_OF_MEMORY if full else "does not take it"
+                yield f"| {_label(row)} | {name} | {why} | | |"
+                continue
+            ms = 1e3 * row["median_seconds"][name]
+            over = ""
+            if PLAIN in row["seconds"]:
+                over = f"{ratios(row['seconds'], name, PLAIN)[1]:.2f}"
+            peak = row["median_peak_mib"][name]
+            yield f"| {_label(row)} | {name} | {ms:.1f} | {over} | {peak:.0f} |"
+
+
+def _beside_opacus(result):
+    yield (
+        "| net | ours | fastest mode of Opacus | our time over its (quartiles) | our "
+        "memory over its | leanest mode of Opacus | our memory over its |"
+    )
+    yield "|---|---|---|--:|--:|---|--:|"
+    for row in result["rows"]:
+        for ours in (OURS, PARTS, WHITENED):
+            if "fastest_mode" not in row or ours not in row:
+                continue
+            own, leanest = row[ours], _mode(row["leanest_mode"])
+            yield (
+                f"| {_label(row)} | {ours} | {_mode(row['fastest_mode'])} | "
+                f"{_quartiles(own['time_quartiles'])} | "
+                f"{own['memory_over_fastest_mode']:.2f} | "
+                f"{leanest} | {own['memory_over_leanest_mode']:.2f} |"
+            )
+
+
+def _whitened(result):
+    yield (
+        f"| net | {WHITENED} over {OURS}, time (quartiles) | memory | estimate of "
+        f"curvature, s | its peak memory, MiB | time with one every {REFRESH_EVERY} "
+        "steps |"
+    )
+    yield "|---|--:|--:|--:|--:|--:|"
+    for row in result["rows"]:
+        if "whitened_over_ours" not in row:
+            continue
+        own = row["whitened_over_ours"]
+        yield (
+            f"| {_label(row)} | {_quartiles(own['time_quartiles'])} | "
+            f"{own['memory']:.2f} | {row['refresh_seconds']:.2f} | "
+            f"{row['refresh_peak_mib']:.0f} | {own['time_with_refresh']:.2f} |"
+        )
+
+
+def _label(row):
+    precision = "" if row["precision"] == "float32" else f", {row['precision']}"
+    return f"`{row['net']}`, {row['batch']}{precision}"
+
+
+def _quartiles(values):
+    low, middle, high = values
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _mode(contestant):
+    return contestant.removeprefix("opacus ")
+
+
+def write_docs(result, page):
+    """Put the tables between the page's marks for this device."""
+    text = page.read_text(encoding="utf-8")
+    begin = f"<!-- step_cost {result['device']}: begin -->"
+    end = f"<!-- step_cost {result['device']}: end -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"{page} has no marks {begin} and {end}")
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    page.write_text(
+        f"{head}{begin}\n\n{table(result)}\n\n{end}{tail}", encoding="utf-8"
+    )
