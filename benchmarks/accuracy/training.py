@@ -35,7 +35,7 @@ def train(job, folder, device):
     found = {"sigma": sigma, "steps": steps}
     started = time.monotonic()
     try:
-        fit(private, x, y)
+        fit(private)
     except (CurvedpError, torch.linalg.LinAlgError) as error:
         # diverged: no curvature of a net that is not finite; scored as it stands
         found["error"] = f"{type(error).__name__}: {error}"
@@ -71,18 +71,18 @@ def attach(job, table, folder, examples, sigma, rate, steps):
         # paired seeds of an experiment on public benchmark data
         unsafe_reproducible_noise=job["seed"],
         journal=False,
+        cuda_graph=x.is_cuda,
     )
     return model, private
 
 
-def fit(private, inputs, targets):
-    """All steps. ``inputs`` and ``targets`` are the whole training data."""
-    for xb, yb in private.loader:
+def fit(private):
+    """All steps."""
+    private.model.train()
+    for batch in private.loader:
         if private.step >= MOST_STEPS:
             break
-        private.optimizer.zero_grad()
-        private.loss(private.model(xb), yb).backward()
-        private.optimizer.step()
+        private.train_on(batch)
 
 
 def share_right(model, x, y):
