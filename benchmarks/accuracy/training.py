@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -67,6 +68,7 @@ def attach(job, table, folder, examples, sigma, rate, steps):
         delta=table.delta,
         relation="zero-out",
         probes=probes,
+        physical_batch_size=room(table.batch_size),
         seed=job["seed"],
         # paired seeds of an experiment on public benchmark data
         unsafe_reproducible_noise=job["seed"],
@@ -74,6 +76,11 @@ def attach(job, table, folder, examples, sigma, rate, steps):
         cuda_graph=x.is_cuda,
     )
     return model, private
+
+
+def room(batch_size):
+    """Rows for most draws at once; it has no influence on what is sampled."""
+    return 8 * math.ceil((batch_size + 2 * math.sqrt(batch_size)) / 8)
 
 
 def fit(private):
