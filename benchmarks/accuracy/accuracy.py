@@ -22,6 +22,7 @@ noise, and is the same for all arms.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -155,6 +156,8 @@ def _one(task):
 
     job, folder, device = task
     torch.set_num_threads(1)
+    gc.collect()
+    torch.cuda.empty_cache()  # what an earlier job's graphs have left
     try:
         return {"key": key(job), **job, **train(job, folder, device)}
     except Exception as error:  # not a result: it is run again by the next call

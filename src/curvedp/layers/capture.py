@@ -13,6 +13,7 @@ forward pass only and are always removed; nothing is hung on modules or tensors.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -121,7 +122,8 @@ class Recording:
         meetings = server.meetings if isinstance(server, RuleServer) else None
         alone = isinstance(server, RuleServer) and item.site.name not in self._tied
         settles = alone and not self._keep_inputs
-        settle = partial(self._settle, item) if settles else None
+        # weakly: a cycle would keep a batch's activations until the next collection
+        settle = partial(_settle, weakref.ref(self), item) if settles else None
 
         def record(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -145,7 +147,7 @@ class Recording:
 
         return record
 
-    def _settle(self, item: Covered, call: OpenCall) -> None:
+    def settle(self, item: Covered, call: OpenCall) -> None:
         """Write gradients down as they arrive, where that frees memory."""
         if not call.is_sound(self._batch_size):
             return  # refused later, outside of the backward pass
@@ -249,6 +251,14 @@ class Recording:
                 "examples must stand at dimension 0 in every layer with parameters "
                 "(batch_first=True; move other dimensions inside the module)",
             )
+
+
+def _settle(
+    recording: weakref.ref[Recording], item: Covered, call: OpenCall
+) -> None:
+    owner = recording()
+    if owner is not None:
+        owner.settle(item, call)
 
 
 def _repeated(x: Any, layout: Expanded | None, batch_size: int) -> Any:

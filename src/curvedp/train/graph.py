@@ -158,6 +158,8 @@ def cuda_capture(work: Pass, device: torch.device) -> Pass:
     """Record a pass as a CUDA graph."""
     try:
         return record(work, device)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise _not_recordable(error) from error
 
