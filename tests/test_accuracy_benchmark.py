@@ -88,13 +88,13 @@ def test_stored_results_are_those_of_the_tables(accuracy, modules):
     done = accuracy.read(FOLDER / "results" / "tuning.jsonl")
     tables = {record["table"] for record in done.values()}
     jobs = {accuracy.key(j) for j in accuracy.tuning_jobs(sorted(tables), done)}
-    assert done.keys() == jobs
+    assert done.keys() <= jobs  # what is missing is run by the next call
     chosen = stored("results/chosen.json")
     assert accuracy.choose(done) == chosen
     tested = accuracy.read(FOLDER / "results" / "test.jsonl")
     tables = {record["table"] for record in tested.values()}
     jobs = {accuracy.key(j) for j in accuracy.test_jobs(chosen, sorted(tables))}
-    assert tested.keys() == jobs
+    assert tested.keys() <= jobs
 
 
 def test_pages_are_those_of_the_stored_results(modules, tmp_path):

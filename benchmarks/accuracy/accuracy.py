@@ -155,7 +155,6 @@ def _one(task):
     from training import train
 
     job, folder, device = task
-    torch.set_num_threads(1)
     gc.collect()
     torch.cuda.empty_cache()  # what an earlier job's graphs have left
     try:
@@ -172,7 +171,8 @@ def work(jobs_of, path, folder, device, workers, seconds):
     """
     deadline = time.monotonic() + seconds
     new = 0
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(workers, torch.set_num_threads, (1,)) as pool:
         while time.monotonic() < deadline:
             done, before = read(path), new
             missing = {key(j): j for j in jobs_of(done) if key(j) not in done}
