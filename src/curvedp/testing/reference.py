@@ -123,7 +123,7 @@ def clipped_sum(
     return total
 
 
-# -- after the noise: one coordinate, step by step --------------------------------------
+# -- after the noise: one coordinate, step by step -------------------------------------
 
 
 def heavy_ball(gradients: Sequence[float], mu: float) -> list[float]:
