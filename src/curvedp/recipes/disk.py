@@ -5,7 +5,7 @@ gradients at ``theta + gamma (theta - theta_before)``; see
 :class:`curvedp.update.KalmanFilter`. With ``gamma = (1 - kappa) / kappa``, the default,
 one gradient is enough. Noise and sensitivity are those of DP-SGD.
 
-Zhang, Bu, Balle, Hong, Razaviyayn and Mirrokni, ICLR 2025.
+Zhang et al., ICLR 2025.
 """
 
 from curvedp.recipes.base import Recipe

@@ -17,6 +17,6 @@ RECIPE = Recipe(
     name="dp-adambc",
     summary="Adam whose second moment is corrected for the noise",
     optimiser="sgd",
-    learning_rate=1e-3,
+    learning_rate=3e-4,
     chain=Chain((AdamBC(),)),
 )

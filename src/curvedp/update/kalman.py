@@ -36,8 +36,8 @@ class KalmanFilter(Transform):
     DP-SGD. The filter starts at the first gradient. Noise of independent steps has the
     variance ``V <- (1 - kappa)^2 V + kappa^2 v`` in m.
 
-    Zhang, Bu, Balle, Hong, Razaviyayn and Mirrokni, "DiSK: Differentially Private
-    Optimizer with Simplified Kalman Filter for Noise Reduction", ICLR 2025.
+    Zhang et al., "DiSK: Differentially Private Optimizer with Simplified Kalman Filter
+    for Noise Reduction", ICLR 2025.
 
     Attributes:
         kappa: weight of the new gradient; 1 is no filter.

@@ -27,14 +27,14 @@ def apply_release(
     rule: ClippingRule,
     chain: Chain,
     state: list[Any],
-    back: Callable[[Gradient], Gradient] = lambda gradient: gradient,
+    back: Callable[[Gradient], Gradient] | None = None,
 ) -> tuple[list[Any], float | None]:
     """One optimiser step on ``release / B``; the transforms' state, the next threshold.
 
     ``B`` is the *declared* expected batch size: the size that was drawn is private.
     Deterministic given its arguments, so replaying a stored release after a crash gives
     the same parameters to the bit. ``back`` leads from the release's frame to the
-    parameters' own coordinates.
+    parameters' own coordinates (:func:`read_out`); without it they are the same.
     """
     values, threshold = rule.read(release.values, expected_batch_size)
     if values.keys() != parameters.keys():
@@ -44,7 +44,9 @@ def apply_release(
     if chain.reads_noise:
         noise = noise_variance(release, rule, expected_batch_size)
     device = next(iter(mean.values())).device
-    gradient, state = chain.update(back(Gradient(mean, noise)), _on(state, device))
+    gradient = Gradient(mean, noise)
+    gradient = gradient if back is None else back(gradient)
+    gradient, state = chain.update(gradient, _on(state, device))
     before = _values(parameters, copy=True) if chain.follows_steps else {}
     # optimisers may write into .grad, and transforms give out what they keep
     kept = bool(chain.transforms)
