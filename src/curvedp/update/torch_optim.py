@@ -85,8 +85,12 @@ def _values(
 
 
 def _on(state: list[Any], device: torch.device) -> list[Any]:
-    """A state that may come from a checkpoint, where the gradient is."""
+    """A state that may come from a checkpoint, where the gradient is.
+
+    Tensors without dimensions go with any device as they are. They hold variances in
+    float64, which not every device has.
+    """
     moved: list[Any] = tree_map(
-        lambda x: x.to(device) if isinstance(x, Tensor) else x, state
+        lambda x: x.to(device) if isinstance(x, Tensor) and x.dim() else x, state
     )
     return moved
