@@ -20,7 +20,7 @@ from curvedp.testing import (
     clipped_sum,
     per_example_gradients,
 )
-from curvedp.update import Chain
+from curvedp.update import Chain, Gradient, Transform
 from curvedp.whitening import IdentityWhitener
 
 #: Agreement of two float32 computations of a short sum.
@@ -283,25 +283,36 @@ def test_a_broken_whitener_does_not_conform(broken, message):
         check_whitener(broken, dict(model.named_parameters()), ios)
 
 
-class Momentum:
+class Momentum(Transform):
     def init(self, parameters):
         return {name: torch.zeros_like(p) for name, p in parameters.items()}
 
     def update(self, gradient, state):
-        state = {name: 0.9 * state[name] + g for name, g in gradient.items()}
-        return state, state
+        state = {name: 0.9 * state[name] + g for name, g in gradient.values.items()}
+        return Gradient(state), state
 
 
 class InPlace(Momentum):
     def update(self, gradient, state):
-        for name, g in gradient.items():
+        for name, g in gradient.values.items():
             state[name].mul_(0.9).add_(g)
-        return dict(state), state
+        return Gradient(dict(state)), state
 
 
 class Jittered(Momentum):
     def update(self, gradient, state):
-        return {n: g + torch.randn_like(g) for n, g in gradient.items()}, state
+        jittered = {n: g + torch.randn_like(g) for n, g in gradient.values.items()}
+        return Gradient(jittered), state
+
+
+class Referring(Momentum):
+    def stepped(self, before, after, state):
+        return dict(after)
+
+
+class Unstorable(Momentum):
+    def stepped(self, before, after, state):
+        return {**state, "dtype": torch.float32}
 
 
 def test_transforms_that_are_pure_conform_and_others_do_not():
@@ -312,3 +323,7 @@ def test_transforms_that_are_pure_conform_and_others_do_not():
         check_transform(InPlace(), parameters)
     with pytest.raises(AssertionError, match="not a function"):
         check_transform(Jittered(), parameters)
+    with pytest.raises(AssertionError, match="keeps a reference"):
+        check_transform(Referring(), parameters)
+    with pytest.raises(AssertionError, match="cannot be stored"):
+        check_transform(Unstorable(), parameters)

@@ -1,13 +1,35 @@
 """One method, one page. A new method is a file here and a line in ``_PAGES``."""
 
 from curvedp.errors import ConfigurationError
-from curvedp.recipes import dp_adam, dp_adamw, dp_kfc, dp_ngd, dp_sgd, non_private
+from curvedp.recipes import (
+    dp_adam,
+    dp_adambc,
+    dp_adamw,
+    dp_kfc,
+    dp_kfc_adambc,
+    dp_ngd,
+    dp_sgd,
+    dp_stp,
+    non_private,
+)
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.curvature import BACK_MAPS, Curvature
 
 __all__ = ["BACK_MAPS", "RECIPES", "Curvature", "Recipe", "get_recipe"]
 
-_PAGES = (dp_sgd, dp_adam, dp_adamw, dp_kfc, dp_ngd, non_private)
+#: ``disk`` and ``dp_kfc_disk`` are not among them: an engine that takes gradients at
+#: the parameters themselves would make another method of them, and refuses them.
+_PAGES = (
+    dp_sgd,
+    dp_adam,
+    dp_adamw,
+    dp_adambc,
+    dp_kfc,
+    dp_kfc_adambc,
+    dp_stp,
+    dp_ngd,
+    non_private,
+)
 
 #: Every recipe by its name.
 RECIPES: dict[str, Recipe] = {page.RECIPE.name: page.RECIPE for page in _PAGES}

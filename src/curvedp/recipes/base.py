@@ -18,7 +18,7 @@ from curvedp.clipping import ClippingRule, clipping_rule
 from curvedp.errors import ConfigurationError
 from curvedp.recipes.curvature import Curvature
 from curvedp.recipes.types import check_least, check_types
-from curvedp.update import Chain
+from curvedp.update import Chain, Transform
 
 __all__ = ["Recipe"]
 
@@ -49,7 +49,8 @@ class Recipe:
         weight_decay: of the optimiser.
         clipping: "flat", "normalised" or "per-layer".
         clip_norm: C.
-        chain: transforms on the released gradient.
+        chain: transforms on the released gradient. Their fields are settings of the
+            recipe, by the same names.
         curvature: how gradients are whitened before clipping; None leaves them alone.
         modes: further sets of defaults by name, for ``configure(mode=...)``.
     """
@@ -67,6 +68,15 @@ class Recipe:
     curvature: Curvature | None = None
     modes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        names = self.setting_names()
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigurationError(
+                f"recipe {self.name!r} has two settings called {', '.join(twice)}",
+                "rename the field of the transform",
+            )
+
     def configure(self, mode: str | None = None, **settings: Any) -> Recipe:
         """The same method with other settings; None leaves a setting as it is."""
         if mode is not None and mode != "default":
@@ -78,12 +88,17 @@ class Recipe:
                 f"recipe {self.name!r} has no setting {', '.join(sorted(unknown))}",
                 f"its settings are: {', '.join(self.setting_names())}",
             )
-        check_types(given, {f.name: str(f.type) for f in fields(Recipe)})
+        own_types = {f.name: str(f.type) for f in fields(Recipe)}
+        check_types(given, own_types | self.chain.setting_types())
         for name in ("learning_rate", "momentum", "weight_decay"):
             check_least(name, given.get(name, 0.0), 0.0)
         configured = self._with(given)
         configured.clipping_rule()
         return configured
+
+    def then(self, *transforms: Transform) -> Recipe:
+        """The same method with further transforms after its own."""
+        return replace(self, chain=Chain((*self.chain.transforms, *transforms)))
 
     def _in_mode(self, mode: str) -> Recipe:
         if mode not in self.modes:
@@ -94,18 +109,22 @@ class Recipe:
         return self._with(self.modes[mode])
 
     def _with(self, given: Mapping[str, Any]) -> Recipe:
-        """Settings of the curvature go there, all others are the recipe's own."""
+        """Settings of curvature and transforms go there, the others are its own."""
         names = [] if self.curvature is None else self.curvature.setting_names()
         inner = {k: v for k, v in given.items() if k in names}
-        outer = {k: v for k, v in given.items() if k not in names}
+        after = {k: v for k, v in given.items() if k in self.chain.setting_types()}
+        outer = {k: v for k, v in given.items() if k not in inner and k not in after}
         if self.curvature is not None and inner:
             outer["curvature"] = replace(self.curvature, **inner)
+        if after:
+            outer["chain"] = self.chain.configured(after)
         return replace(self, **outer)
 
     def setting_names(self) -> list[str]:
         """What a user may set."""
         own = [f.name for f in fields(Recipe) if f.name not in _FIXED]
-        return own + ([] if self.curvature is None else self.curvature.setting_names())
+        inner = [] if self.curvature is None else self.curvature.setting_names()
+        return [*own, *inner, *self.chain.setting_types()]
 
     @property
     def oracle(self) -> bool:
@@ -135,4 +154,5 @@ class Recipe:
         own = {f.name: getattr(self, f.name) for f in fields(Recipe)}
         settings = {name: value for name, value in own.items() if name not in _FIXED}
         inner = {} if self.curvature is None else self.curvature.facts()
-        return {"name": self.name, "optimiser": self.optimiser, **settings, **inner}
+        named = {"name": self.name, "optimiser": self.optimiser}
+        return {**named, **settings, **inner, **self.chain.facts()}

@@ -22,7 +22,7 @@ from curvedp.clipping import ClippingRule, clipped_sum
 from curvedp.errors import CurvedpError
 from curvedp.layers.io import DirectIO, LayerIO
 from curvedp.noise import Mechanism, NoiseState, RandomStreams
-from curvedp.update import Transform
+from curvedp.update import Gradient, Transform
 from curvedp.whitening import IdentityWhitener, Whitener
 
 __all__ = [
@@ -73,6 +73,11 @@ def check_whitener(
     assert abs(left - right) <= FLOAT32_AGREEMENT * scale, "<Pu, v> is not <u, P^T v>"
     _agree(_flat(whitener.inverse(image)), _flat(u), "inverse(apply(u)) is not u")
     _agree(_flat(whitener.apply(whitener.inverse(v))), _flat(v), "P P^-1 v is not v")
+    back = torch.linalg.inv(matrix)
+    for inverse, rows in ((False, matrix.T), (True, back)):
+        found = whitener.row_sq_norms(u, inverse=inverse)
+        wanted = rows.square().sum(1)
+        _agree(_flat(found), wanted, f"row_sq_norms(inverse={inverse}) is not so")
     for io in ios:
         grads = io.per_example()
         norms = whitener.sq_norms(io)
@@ -189,21 +194,66 @@ def check_mechanism(mechanism: Mechanism, bound: float, noise_std: float) -> Non
 def check_transform(transform: Transform, parameters: Values, *, seed: int = 0) -> None:
     """A pure function: same arguments, same result, and the arguments are left alone.
 
-    Replaying a stored release after a crash relies on it.
+    Replaying a stored release after a crash relies on it. Three steps are made; the
+    state must be made of what a checkpoint can hold, and the noise of the output, where
+    the transform tracks it, has a variance that is not negative.
     """
-    gradient = _random(parameters, seed)
     state = transform.init(parameters)
-    given = copy.deepcopy((gradient, state))
-    with torch.random.fork_rng(devices=[]):  # the global random state must not matter
-        torch.manual_seed(seed)
-        first = copy.deepcopy(transform.update(gradient, state))
-        assert _equal((gradient, state), given), "update changed its arguments"
-        torch.manual_seed(seed + 1)
-        second = transform.update(*given)
-    assert _equal(first, second), "update is not a function of its arguments"
-    assert first[0].keys() == gradient.keys(), "update must keep the parameter names"
-    for name, value in first[0].items():
-        assert value.shape == gradient[name].shape, f"{name!r} changed its shape"
+    for step in range(3):
+        values = _random(parameters, seed + step)
+        noise = {n: torch.tensor(0.25, dtype=torch.float64) for n in values}
+        given = copy.deepcopy((values, noise, state))
+        with torch.random.fork_rng(devices=[]):  # the global random state
+            torch.manual_seed(seed)  # must not matter
+            once, then = transform.update(Gradient(values, noise), state)
+            first = copy.deepcopy((once.values, once.noise_variance, then))
+            same = _equal((values, noise, state), given)
+            assert same, "update changed its arguments"
+            torch.manual_seed(seed + 1)
+            again, following = transform.update(Gradient(*given[:2]), given[2])
+        second = (again.values, again.noise_variance, following)
+        assert _equal(first, second), "update is not a function of its arguments"
+        assert again.values.keys() == values.keys(), "update must keep the names"
+        for name, value in again.values.items():
+            assert value.shape == values[name].shape, f"{name!r} changed its shape"
+        _check_noise(transform, again, parameters)
+        state = _check_step(transform, parameters, following, seed + step)
+        _check_storable(state)
+
+
+def _check_noise(transform: Transform, gradient: Gradient, parameters: Values) -> None:
+    variances = gradient.noise_variance
+    if variances is None:
+        assert not transform.tracks_noise, "tracks_noise, and gives no noise_variance"
+        return
+    for name, p in parameters.items():
+        variance = variances[name]
+        assert variance.dim() == 0 or variance.shape == p.shape, f"{name!r}: its shape"
+        assert bool((variance >= 0).all()), f"{name!r}: a negative variance"
+
+
+def _check_step(transform: Transform, parameters: Values, state: Any, seed: int) -> Any:
+    before, after = dict(parameters), _random(parameters, seed)
+    given = copy.deepcopy((before, after, state))
+    following = transform.stepped(before, after, state)
+    assert _equal((before, after, state), given), "stepped changed its arguments"
+    kept = copy.deepcopy(following)
+    for value in after.values():
+        value += 1
+    assert _equal(following, kept), "stepped keeps a reference to the parameters"
+    return following
+
+
+def _check_storable(state: Any) -> None:
+    if isinstance(state, dict):
+        for value in state.values():
+            _check_storable(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            _check_storable(value)
+    else:
+        plain = state is None or isinstance(state, Tensor | bool | int | float | str)
+        assert plain, f"a {type(state).__name__} in the state cannot be stored"
 
 
 def _independent(mechanism: Mechanism) -> bool:

@@ -1,8 +1,11 @@
-"""Slow exact twins: per-example gradients and clipped sums straight from definitions.
+"""Slow exact twins: gradients, clipped sums and update rules straight from definitions.
 
 They share no code with the engine. Gradients come from plain autograd on a batch of
 one example; clip factors are written down again from the formulas; everything is added
 up in float64, an example at a time.
+
+Update rules take one coordinate as a list of Python floats, one for each step, and are
+sums over the whole past where the engine keeps a running state.
 """
 
 from __future__ import annotations
@@ -15,7 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["clipped_sum", "per_example_gradients"]
+__all__ = [
+    "adambc",
+    "clipped_sum",
+    "exponential_average",
+    "heavy_ball",
+    "kalman_filter",
+    "mapped_variances",
+    "nesterov",
+    "per_example_gradients",
+    "tail_average",
+    "weighted_variances",
+]
 
 #: The engine keeps squared norms in float32; beyond this they overflow.
 LARGEST_SQUARED_NORM = float(torch.finfo(torch.float32).max)
@@ -107,6 +121,99 @@ def clipped_sum(
             for name in group:
                 total[name] += factor * one[name]
     return total
+
+
+# -- after the noise: one coordinate, step by step -------------------------------------
+
+
+def heavy_ball(gradients: Sequence[float], mu: float) -> list[float]:
+    """``m_t = sum_j mu^(t-j) g_j``."""
+    return [
+        math.fsum(mu ** (t - j) * gradients[j] for j in range(t + 1))
+        for t in range(len(gradients))
+    ]
+
+
+def nesterov(gradients: Sequence[float], mu: float) -> list[float]:
+    """``g_t + mu m_t``."""
+    momenta = heavy_ball(gradients, mu)
+    return [g + mu * m for g, m in zip(gradients, momenta, strict=True)]
+
+
+def adambc(
+    gradients: Sequence[float],
+    variances: Sequence[float],
+    beta1: float,
+    beta2: float,
+    floor: float,
+) -> list[float]:
+    """``m^_t / sqrt(max(v^_t - Phi_t, floor))``, each average over the whole past."""
+    updates = []
+    for t in range(1, len(gradients) + 1):
+        m = _averaged(gradients[:t], beta1)
+        v = _averaged([g * g for g in gradients[:t]], beta2)
+        phi = _averaged(variances[:t], beta2)
+        updates.append(m / math.sqrt(max(v - phi, floor)))
+    return updates
+
+
+def _averaged(values: Sequence[float], beta: float) -> float:
+    """``sum_j (1 - beta) beta^(t-j) x_j / (1 - beta^t)``: Adam's corrected average."""
+    t = len(values)
+    weights = [(1 - beta) * beta ** (t - 1 - j) for j in range(t)]
+    total = math.fsum(w * x for w, x in zip(weights, values, strict=True))
+    return total / (1 - beta**t)
+
+
+def kalman_filter(gradients: Sequence[float], kappa: float) -> list[float]:
+    """``m_t = (1 - kappa)^t g_0 + sum_j kappa (1 - kappa)^(t-j) g_j``, j from 1."""
+    return [
+        math.fsum(
+            (1.0 if j == 0 else kappa) * (1 - kappa) ** (t - j) * gradients[j]
+            for j in range(t + 1)
+        )
+        for t in range(len(gradients))
+    ]
+
+
+def exponential_average(iterates: Sequence[float], beta: float) -> list[float]:
+    """Weights ``beta^(t-j)``, divided by their sum."""
+    found = []
+    for t in range(1, len(iterates) + 1):
+        weights = [beta ** (t - 1 - j) for j in range(t)]
+        total = math.fsum(w * x for w, x in zip(weights, iterates, strict=False))
+        found.append(total / math.fsum(weights))
+    return found
+
+
+def tail_average(iterates: Sequence[float], start: int) -> list[float]:
+    """The mean from step ``start`` (counted from 0) on; before it, the last one."""
+    found = []
+    for t in range(len(iterates)):
+        tail = iterates[start : t + 1] or [iterates[t]]
+        found.append(math.fsum(tail) / len(tail))
+    return found
+
+
+def weighted_variances(
+    rule: Callable[[Sequence[float]], list[float]], variances: Sequence[float]
+) -> list[float]:
+    """Variance of a linear rule's outputs for independent noise in its inputs.
+
+    ``sum_j w_tj^2 v_j``, with the weights ``w_tj`` from one unit impulse for each step.
+    """
+    steps = len(variances)
+    impulses = [rule([float(i == j) for i in range(steps)]) for j in range(steps)]
+    return [
+        math.fsum(impulses[j][t] ** 2 * variances[j] for j in range(steps))
+        for t in range(steps)
+    ]
+
+
+def mapped_variances(matrix: Tensor, variance: float) -> list[float]:
+    """Variance of every coordinate of ``M z`` for white noise z of a variance."""
+    rows = matrix.double().tolist()
+    return [math.fsum(x * x for x in row) * variance for row in rows]
 
 
 def _length(values: Mapping[str, Tensor], names: Iterable[str]) -> float:

@@ -22,7 +22,8 @@ class Whitener(Protocol):
     Identities that every implementation keeps (``curvedp.testing.conformance`` checks
     them): ``sq_norms(io)_i >= ||P g_i||^2`` and equal up to rounding;
     ``<P u, v> = <u, adjoint(v)>``; ``inverse(apply(u)) = u``; ``materialize() @ u`` is
-    ``apply(u)`` flattened.
+    ``apply(u)`` flattened; ``row_sq_norms`` is the diagonal of ``P^T P``, and of
+    ``P^-1 P^-T``.
     """
 
     @property
@@ -44,6 +45,16 @@ class Whitener(Protocol):
 
     def inverse(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``P^-1 v``."""
+        ...
+
+    def row_sq_norms(
+        self, like: Mapping[str, Tensor], *, inverse: bool = False
+    ) -> dict[str, Tensor]:
+        """Squared norms of the rows of ``P^T`` (of ``P^-1``), by parameter name.
+
+        The variance of every coordinate of ``P^T z`` (of ``P^-1 z``) where z has
+        independent coordinates of variance 1: what noise becomes on its way back.
+        """
         ...
 
     def materialize(self, like: Mapping[str, Tensor]) -> Tensor:

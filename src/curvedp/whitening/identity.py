@@ -31,5 +31,10 @@ class IdentityWhitener:
     adjoint = apply
     inverse = apply
 
+    def row_sq_norms(
+        self, like: Mapping[str, Tensor], *, inverse: bool = False
+    ) -> dict[str, Tensor]:
+        return {name: torch.ones_like(v) for name, v in like.items()}
+
     def materialize(self, like: Mapping[str, Tensor]) -> Tensor:
         return torch.eye(sum(v.numel() for v in like.values()))

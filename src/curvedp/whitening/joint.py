@@ -119,6 +119,16 @@ class JointMap(DenseMap):
             self._map(m.to(square_dtype(m)), 1 / self.scales, rest), values
         )
 
+    def row_sq_norms(self, like: Values, *, inverse: bool = False) -> dict[str, Tensor]:
+        # in the basis of products u_j q_k^T, P^2 is diag(S^2), and rest^2 outside of it
+        squares = self.scales.square()
+        squares = 1 / squares if inverse else squares
+        rest = self._rest ** (-2 if inverse else 2) if self._rest else 0.0
+        rows, columns = self.outputs.square(), self.inputs.square()
+        inside = rows @ squares @ columns.mT
+        known = rows.sum(-1).unsqueeze(-1) * columns.sum(-1).unsqueeze(-2)
+        return self.values(inside + rest * (1 - known).clamp_min(0), like)
+
     def _map(self, m: Tensor, scales: Tensor, rest: float) -> Tensor:
         q, u = self.inputs.to(m.dtype), self.outputs.to(m.dtype)
         h = u.mT @ m @ q

@@ -94,6 +94,16 @@ class LayerwiseWhitener:
     def inverse(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._each(values, "inverse")
 
+    def row_sq_norms(
+        self, like: Mapping[str, Tensor], *, inverse: bool = False
+    ) -> dict[str, Tensor]:
+        mapped = {
+            n: v
+            for layer in self.maps
+            for n, v in layer.row_sq_norms(like, inverse=inverse).items()
+        }
+        return {name: mapped[name] for name in like}
+
     def _each(self, values: Mapping[str, Tensor], method: str) -> dict[str, Tensor]:
         mapped = {
             n: v

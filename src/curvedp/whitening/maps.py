@@ -66,6 +66,9 @@ class LayerMap(Protocol):
     def inverse(self, values: Values) -> dict[str, Tensor]:
         """``P^-1 v``."""
 
+    def row_sq_norms(self, like: Values, *, inverse: bool = False) -> dict[str, Tensor]:
+        """Squared norms of the rows of ``P^T`` (of ``P^-1``), in the values' shapes."""
+
     def tensors(self) -> dict[str, Any]:
         """All that it consists of."""
 
@@ -84,6 +87,9 @@ class IdentityMap:
 
     adjoint = apply
     inverse = apply
+
+    def row_sq_norms(self, like: Values, *, inverse: bool = False) -> dict[str, Tensor]:
+        return {name: torch.ones_like(like[name]) for name in self.names}
 
     def tensors(self) -> dict[str, Any]:
         return {}
@@ -125,6 +131,10 @@ class DiagonalMap:
 
     def inverse(self, values: Values) -> dict[str, Tensor]:
         return {n: _as(values[n], _wide(values[n]) / s) for n, s in self._scales()}
+
+    def row_sq_norms(self, like: Values, *, inverse: bool = False) -> dict[str, Tensor]:
+        squares = {n: s.square() for n, s in self._scales()}
+        return {n: _as(like[n], 1 / s if inverse else s) for n, s in squares.items()}
 
     def _scales(self) -> list[tuple[str, Tensor]]:
         return list(self.scales.items())
@@ -261,6 +271,14 @@ class KroneckerMap(DenseMap):
         m = self.right.inverse_times(_wide(self.matrix(values)))
         m = self.left.inverse_times(m.mT).mT
         return self.values(m / self.scale, values)
+
+    def row_sq_norms(self, like: Values, *, inverse: bool = False) -> dict[str, Tensor]:
+        # P is L (x) R, so the diagonal of P^2 is that of L^2 times that of R^2
+        m = self.matrix(like)
+        rows = self.left.square_diagonal(m.mT, inverse=inverse).unsqueeze(-1)
+        columns = self.right.square_diagonal(m, inverse=inverse).unsqueeze(-2)
+        scale = self.scale**-2 if inverse else self.scale**2
+        return self.values((scale * rows * columns).expand(m.shape), like)
 
     def tensors(self) -> dict[str, Any]:
         left, right = self.left.tensors(), self.right.tensors()

@@ -48,6 +48,13 @@ class Root(Protocol):
     def sq_norms(self, x: Tensor) -> Tensor:
         """``||x R||^2`` of every group, ``[..., G]``, not below the truth."""
 
+    def square_diagonal(self, like: Tensor, *, inverse: bool = False) -> Tensor:
+        """Diagonal of ``R^2`` (of ``R^-2``) for rows of ``like [G, m, n]``.
+
+        ``[G, n]`` or ``[1, n]``, float64: variances of ``z R`` (of ``z R^-1``) for a
+        row z of independent standard normals.
+        """
+
     @property
     def largest(self) -> float:
         """Largest eigenvalue: how much a rounding error can grow."""
@@ -72,6 +79,9 @@ class IdentityRoot:
 
     def sq_norms(self, x: Tensor) -> Tensor:
         return _sq(x)
+
+    def square_diagonal(self, like: Tensor, *, inverse: bool = False) -> Tensor:
+        return torch.ones(1, like.shape[-1], dtype=torch.float64, device=like.device)
 
     @property
     def largest(self) -> float:
@@ -105,6 +115,10 @@ class FullRoot:
 
     def sq_norms(self, x: Tensor) -> Tensor:
         return _sq(self.times(x))
+
+    def square_diagonal(self, like: Tensor, *, inverse: bool = False) -> Tensor:
+        squares = self.values.square()
+        return _spread_out(self.vectors, 1 / squares if inverse else squares)
 
     @cached_property
     def _matrix(self) -> Tensor:
@@ -159,6 +173,13 @@ class LowRankRoot:
         hidden = count * ROUNDING[torch.float64] * whole
         return squares + self.tail.square() * (left + hidden)
 
+    def square_diagonal(self, like: Tensor, *, inverse: bool = False) -> Tensor:
+        values, tail = self.values.square(), self.tail.square().unsqueeze(-1)
+        if inverse:
+            values, tail = 1 / values, 1 / tail
+        outside = (1 - self.vectors.square().sum(-1)).clamp_min(0)
+        return tail * outside + _spread_out(self.vectors, values)
+
     def _times(self, x: Tensor, values: Tensor, tail: Tensor) -> Tensor:
         q = self.vectors.to(x.dtype)
         flat = tail[:, None, None].to(x.dtype)
@@ -193,6 +214,10 @@ class DiagonalRoot:
 
     def sq_norms(self, x: Tensor) -> Tensor:
         return _sq(self.times(x))
+
+    def square_diagonal(self, like: Tensor, *, inverse: bool = False) -> Tensor:
+        squares = self.values.double().square().unsqueeze(0)
+        return 1 / squares if inverse else squares
 
     @cached_property
     def largest(self) -> float:
@@ -234,6 +259,18 @@ class ProductRoot:
     def sq_norms(self, x: Tensor) -> Tensor:
         return _sq(self.times(x))
 
+    def square_diagonal(self, like: Tensor, *, inverse: bool = False) -> Tensor:
+        width = like.shape[-1] - (self.bias is not None)
+        channels = like[..., : width // self.places]
+        first = self.channel.square_diagonal(channels, inverse=inverse)
+        second = self.spatial.square_diagonal(like[..., : self.places], inverse=inverse)
+        patch = (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(1)
+        if self.bias is None:
+            return patch
+        square = self.bias.double().square().unsqueeze(-1)
+        last = 1 / square if inverse else square
+        return torch.cat([patch.expand(len(last), -1), last], -1)
+
     def _map(self, x: Tensor, channel: Any, spatial: Any, *, inverse: bool) -> Tensor:
         patch = x if self.bias is None else x[..., :-1]
         *lead, rows, width = patch.shape
@@ -268,6 +305,11 @@ class ProductRoot:
             "places": self.places,
         }
         return found if self.bias is None else found | {"bias": self.bias}
+
+
+def _spread_out(vectors: Tensor, values: Tensor) -> Tensor:
+    """Diagonal of ``Q diag(values) Q^T``, ``[G, n]``."""
+    return (vectors.square() @ values.unsqueeze(-1)).squeeze(-1)
 
 
 def _sq(x: Tensor) -> Tensor:
