@@ -8,11 +8,18 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from curvedp import RECIPES, Recipe, Trainer, make_private
-from curvedp.errors import ConfigurationError
+from curvedp.errors import CheckpointError, ConfigurationError
 from curvedp.experiments import RunConfig
 from curvedp.recipes import disk, dp_kfc_disk
 from curvedp.testing import reference
-from curvedp.update import AdamBC, Chain, ExponentialAverage, Gradient, Momentum
+from curvedp.update import (
+    AdamBC,
+    Chain,
+    ExponentialAverage,
+    Gradient,
+    Momentum,
+    TailAverage,
+)
 from curvedp.update import Transform as BaseTransform
 
 STEPS = 7
@@ -203,11 +210,75 @@ def test_transforms_can_be_added_to_any_recipe():
         assert torch.equal(average[name], p.detach())
 
 
+@pytest.mark.parametrize("kappa", [0.3, 0.7])
+def test_disk_clips_gradients_that_are_taken_ahead(kappa):
+    recipe = RECIPES["disk"].configure(kappa=kappa, clip_norm=0.5)
+    private = attach(recipe, physical_batch_size=40)
+    engine, own = private._engine, private.model.module
+    before = [p.detach().clone() for p in own.parameters()]
+    seen = []
+    mechanism = engine._mechanism
+    update = type(mechanism).update
+    watched = lambda m, clipped, state: (  # noqa: E731
+        seen.append(flat(clipped.values.values())), update(m, clipped, state)
+    )[1]  # fmt: skip
+    try:
+        type(mechanism).update = watched
+        for batch in private.loader:
+            present = engine._open.batch.present
+            now = [p.detach().clone() for p in own.parameters()]
+            gamma = (1 - kappa) / kappa
+            ahead = [x + gamma * (x - y) for x, y in zip(now, before, strict=True)]
+            expected = clipped_at(own, ahead, batch, present, 0.5)
+            private.train_on(batch)
+            assert torch.allclose(seen[-1], expected, rtol=1e-4, atol=1e-5)
+            before = now
+    finally:
+        type(mechanism).update = update
+    assert len(seen) == STEPS
+
+
+def clipped_at(model, point, batch, present, bound):
+    """Sum of clipped gradients, one example at a time, at other parameters."""
+    names = [n for n, _ in model.named_parameters()]
+    total = 0.0
+    for x, y, there in zip(*batch, present, strict=True):
+        leaves = [p.clone().requires_grad_() for p in point]
+        values = dict(zip(names, leaves, strict=True))
+        out = torch.func.functional_call(model, values, (x[None],))
+        loss = nn.functional.cross_entropy(out, y[None])
+        gradient = flat(torch.autograd.grad(loss, leaves))
+        if there:
+            total = total + gradient * min(1.0, bound / float(gradient.norm()))
+    return total
+
+
 @pytest.mark.parametrize("page", [disk, dp_kfc_disk])
-def test_disk_is_refused_by_an_engine_that_does_not_look_ahead(page, tmp_path):
-    assert page.RECIPE.name not in RECIPES
+def test_two_gradients_are_refused_before_anything_is_paid(page, tmp_path):
     assert {"kappa", "gamma"} <= set(page.RECIPE.setting_names())
-    with pytest.raises(ConfigurationError, match="looks ahead"):
-        attach(page.RECIPE, run_dir=tmp_path / "run")
-    without = page.RECIPE.configure(kappa=1.0)  # no filter: plain descent
-    attach(without, run_dir=tmp_path / "other").close()
+    with pytest.raises(ConfigurationError, match="two gradients of every example"):
+        attach(page.RECIPE.configure(gamma=2.0), run_dir=tmp_path / "run")
+    attach(page.RECIPE.configure(kappa=1.0), run_dir=tmp_path / "other").close()
+
+
+def test_settings_of_transforms_are_keywords_and_facts(tmp_path):
+    private = attach(RECIPES["dp-adambc"], beta2=0.9, run_dir=tmp_path / "run")
+    assert private._recipe.chain.facts()["beta2"] == 0.9
+    private.save()
+    private.close()
+    with (
+        attach(RECIPES["dp-adambc"], beta2=0.8, run_dir=tmp_path / "run") as other,
+        pytest.raises(CheckpointError, match="transforms"),
+    ):
+        other.resume()
+
+
+def test_the_average_of_the_iterates_is_the_users():
+    private = attach(RECIPES["dp-sgd"].then(TailAverage(0)))
+    iterates = []
+    for batch in private.loader:
+        private.train_on(batch)
+        iterates.append(flat(p.detach() for p in private.model.module.parameters()))
+    found = flat(private.averaged_parameters().values())
+    assert torch.allclose(found, torch.stack(iterates).mean(0), atol=1e-6)
+    assert attach(RECIPES["dp-sgd"]).averaged_parameters() is None

@@ -253,9 +253,7 @@ class Recording:
             )
 
 
-def _settle(
-    recording: weakref.ref[Recording], item: Covered, call: OpenCall
-) -> None:
+def _settle(recording: weakref.ref[Recording], item: Covered, call: OpenCall) -> None:
     owner = recording()
     if owner is not None:
         owner.settle(item, call)

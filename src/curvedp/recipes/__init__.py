@@ -2,11 +2,13 @@
 
 from curvedp.errors import ConfigurationError
 from curvedp.recipes import (
+    disk,
     dp_adam,
     dp_adambc,
     dp_adamw,
     dp_kfc,
     dp_kfc_adambc,
+    dp_kfc_disk,
     dp_ngd,
     dp_sgd,
     dp_stp,
@@ -17,15 +19,15 @@ from curvedp.recipes.curvature import BACK_MAPS, Curvature
 
 __all__ = ["BACK_MAPS", "RECIPES", "Curvature", "Recipe", "get_recipe"]
 
-#: ``disk`` and ``dp_kfc_disk`` are not among them: an engine that takes gradients at
-#: the parameters themselves would make another method of them, and refuses them.
 _PAGES = (
     dp_sgd,
     dp_adam,
     dp_adamw,
     dp_adambc,
+    disk,
     dp_kfc,
     dp_kfc_adambc,
+    dp_kfc_disk,
     dp_stp,
     dp_ngd,
     non_private,

@@ -95,8 +95,9 @@ def make_private(
             ``noise_multiplier``; ``delta``; ``batch_size`` and ``epochs``, or
             ``sample_rate``, ``steps`` and ``expected_batch_size``; ``relation``;
             ``accountant``; ``allow_large_delta``; ``secure``. The recipe's
-            ``clip_norm``, ``clipping`` and, where it whitens, ``mode`` and the settings
-            of :class:`curvedp.recipes.Curvature` are taken too.
+            ``clip_norm``, ``clipping``, the settings of its transforms and, where it
+            whitens, ``mode`` and the settings of :class:`curvedp.recipes.Curvature`
+            are taken too.
 
     Guarantees:
         After any number of the loop's steps, the parameters are (epsilon, delta)-DP
@@ -110,7 +111,7 @@ def make_private(
         )
     refuse_processes()
     inner = [] if chosen.curvature is None else chosen.curvature.setting_names()
-    names = ["clip_norm", "clipping", "mode", *inner]
+    names = ["clip_norm", "clipping", "mode", *inner, *chosen.chain.setting_types()]
     chosen = chosen.configure(**{name: settings.pop(name, None) for name in names})
     plan_settings = PrivacySettings.of(settings)
     slots = examples_per_person

@@ -21,12 +21,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.barrier import ClippedSum, Release
 from curvedp.clipping import ClippingRule, clipped_sum
-from curvedp.errors import BudgetError, LoopError
+from curvedp.errors import BudgetError, ConfigurationError, LoopError
 from curvedp.layers import Coverage, PerExampleLoss, Recording
 from curvedp.noise import NoiseState, RandomStreams
 from curvedp.plan import Plan
@@ -111,7 +111,8 @@ class Engine:
         self._event = plan.step_event()
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in coverage.parameters}
-        self.chain_state = chain.init(self.parameters)
+        self.chain_state = chain.init(self.parameters, look_ahead=True)
+        self._require_one_gradient()
         self.threshold = plan.clipping.first_threshold()
         self._open = _Open()
         self._scale: Callable[[], float] = lambda: 1.0
@@ -192,7 +193,34 @@ class Engine:
             self.model, self._coverage.covered, self.physical_batch_size
         )
         self._open.recording = recording
-        return recording.forward(args, kwargs)
+        return recording.forward(args, kwargs, self._point())
+
+    def _require_one_gradient(self) -> None:
+        ahead = self._chain.look_ahead(self.chain_state)
+        if ahead is not None and ahead.weight != 1.0:
+            raise ConfigurationError(
+                "the transform combines two gradients of every example, one of them "
+                f"ahead (with weight {ahead.weight:g}), and one is taken",
+                "for DiSK set gamma = 0, which stands for (1 - kappa) / kappa: there "
+                "one gradient is enough",
+            )
+
+    def _point(self) -> dict[str, Tensor] | None:
+        """Where the gradient is taken, if not at the parameters. Public."""
+        ahead = self._chain.look_ahead(self.chain_state)
+        if ahead is None:
+            return None
+        return {
+            name: (p.detach() + ahead.offsets[name].to(p.device)).to(p.dtype)
+            for name, p in self.parameters.items()
+        }
+
+    def averaged(self) -> dict[str, Tensor] | None:
+        """An average of the iterates, where a transform keeps one; copies."""
+        found = self._chain.averaged(self.chain_state)
+        if found is None:
+            return None
+        return {name: value.detach().clone() for name, value in found.items()}
 
     def require_backward(self) -> tuple[PhysicalBatch, Recording]:
         """The open batch and its recorded pass, or an error naming what is missing."""
@@ -235,6 +263,7 @@ class Engine:
             rule=self._rule(),
             whitener=self.whiteners.at(opened.step),
             step=opened.step,
+            point=self._point(),
         )
         return self._merge(part, opened)
 

@@ -17,7 +17,7 @@ guarantee rests on (:mod:`curvedp.train.engine`). The noise has a graph of its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -88,15 +88,17 @@ class GraphedPass:
         rule: ClippingRule,
         whitener: Whitener,
         step: int,
+        point: Mapping[str, Tensor] | None = None,
     ) -> ClippedSum:
         """The clipped sum over the rows that are present; the loss stays in ``loss``.
 
-        With the guarantees of :func:`curvedp.clipping.clipped_sum`.
+        ``point`` is where gradients are taken, if not at the parameters. With the
+        guarantees of :func:`curvedp.clipping.clipped_sum`.
         """
         if whitener is not self._whitener:
             self._graphs.clear()  # and their memory
             self._whitener = whitener
-        leaves, spec = tree_flatten((inputs, targets, present))
+        leaves, spec = tree_flatten((inputs, targets, present, point))
         key = (_signature(leaves), str(spec), _state(self._model), rule)
         if key not in self._graphs:
             if len(self._graphs) == MOST_GRAPHS:
@@ -116,14 +118,15 @@ class GraphedPass:
         places = [
             x.to(device, copy=True) if isinstance(x, Tensor) else x for x in leaves
         ]
-        inputs, targets, present = tree_unflatten(places, spec)
+        inputs, targets, present, point = tree_unflatten(places, spec)
         named = dict(self._model.named_parameters())
         parameters = {name: named[name] for name in self._coverage.parameters}
 
         def work() -> tuple[ClippedSum, Tensor]:
             recording = Recording(self._model, self._coverage.covered, self._rows)
             args, kwargs = as_call(inputs)
-            loss = self._loss(recording.forward(args, kwargs), targets).mean()
+            output = recording.forward(args, kwargs, point)
+            loss = self._loss(output, targets).mean()
             torch.autograd.backward(loss)
             part = clipped_sum(
                 recording.layer_ios(),

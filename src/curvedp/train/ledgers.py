@@ -18,7 +18,7 @@ from curvedp.train.witnesses import check_ledger, witnesses
 __all__ = ["WHEN_UNSAID", "note_lost_releases", "open_ledger"]
 
 #: Facts that older versions did not write, because there was nothing but this.
-WHEN_UNSAID = {"noise_source": DEFAULT_NOISE_SOURCE}
+WHEN_UNSAID: dict[str, Any] = {"noise_source": DEFAULT_NOISE_SOURCE, "transforms": {}}
 
 
 def open_ledger(

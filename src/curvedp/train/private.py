@@ -269,6 +269,13 @@ class Private:
         now = not self._engine.whiteners.provenance.is_public
         return now or self._engine.ledger.is_oracle
 
+    def averaged_parameters(self) -> dict[str, Tensor] | None:
+        """The average of the iterates, if the recipe keeps one; post-processing.
+
+        ``torch.func.functional_call(model, private.averaged_parameters(), x)`` uses it.
+        """
+        return self._engine.averaged()
+
     def note(self, text: str) -> None:
         """Put a remark into the ledger and thereby into every statement."""
         self._engine.ledger.note(text)
@@ -381,6 +388,7 @@ class Private:
             **self.plan.facts(),
             "recipe": self._recipe.name,
             **self._curvature_facts(),
+            "transforms": self._recipe.chain.facts(),
             "optimiser": type(self._engine.optimizer).__name__,
         }
 
