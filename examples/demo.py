@@ -43,6 +43,7 @@ CONFIG = CompareConfig(
             "clipping": "flat",
             "exponent": 0.25,
             "damping": 9.5,
+            "back_map": "none",
             "spectral_power": 1.0,
             "refresh": 10,
         },
