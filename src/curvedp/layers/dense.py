@@ -115,11 +115,18 @@ class DenseIO(LayerIO):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def rows(
-        self, part: slice = slice(None), dtype: torch.dtype | None = None
+        self,
+        part: slice = slice(None),
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """``a [b, G, T, p]`` (bias column included) and ``d [b, G, T, r]``."""
+        """``a [b, G, T, p]`` and ``d [b, G, T, r]``.
+
+        The bias column is in ``a`` unless ``bias`` is False: it costs a copy of all.
+        """
         a, d = self._rows(part, dtype or compute_dtype(self.calls[0][1]))
-        if self.bias is not None:
+        if bias and self.bias is not None:
             a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
         return a, d
 

@@ -33,7 +33,8 @@ from curvedp.layers.dense import DenseIO, NormMethod, choose_method, outer_sq_no
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO
 from curvedp.layers.lookup import LookupIO
 from curvedp.layers.precision import ROUNDING, norm_dtype, square_dtype
-from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, Root
+from curvedp.whitening import thin
+from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, LowRankRoot, Root
 
 __all__ = [
     "DenseMap",
@@ -220,12 +221,18 @@ class KroneckerMap(DenseMap):
         return torch.cat(found)
 
     def _of_rows(self, io: DenseIO, part: slice) -> Tensor:
-        like = io.calls[0][1]
-        a, d = io.rows(part, norm_dtype(like))
-        rounding = (a.shape[2] + 8) * ROUNDING[a.dtype]
-        spread = (_sq_norms(a) * _sq_norms(d)).sum(1).sqrt()
-        error = self.left.largest * self.right.largest * rounding * spread
-        return raised(self._of_pairs(io, a, d), error)
+        dtype = norm_dtype(io.calls[0][1])
+        if dtype is torch.float64 and thin.measures(self.right, self.left):
+            a, d = io.rows(part, dtype, bias=False)
+            bias = io.bias is not None
+            squares, spread = thin.sq_norms(a, d, self.right, bias, io.method)
+        else:
+            a, d = io.rows(part, dtype)
+            spread = (_sq_norms(a) * _sq_norms(d)).sum(1)
+            squares = self._of_pairs(io, a, d)
+        rounding = (a.shape[2] + 8) * ROUNDING[dtype]
+        error = self.left.largest * self.right.largest * rounding * spread.sqrt()
+        return raised(squares, error)
 
     def _of_pairs(self, io: DenseIO, a: Tensor, d: Tensor) -> Tensor:
         t, p, r = a.shape[2], a.shape[3], d.shape[3]
@@ -263,7 +270,20 @@ class KroneckerMap(DenseMap):
         return self.left.times(self.right.times(m).mT).mT
 
     def apply(self, values: Values) -> dict[str, Tensor]:
+        if thin.applies(self.right, self.left):
+            return self._thin_apply(values, self.right)
         return self.values(self.scale * self._map(_wide(self.matrix(values))), values)
+
+    def _thin_apply(self, values: Values, root: LowRankRoot) -> dict[str, Tensor]:
+        parts = (self.groups, self.shape[0] // self.groups, -1)
+        weight, *rest = (_wide(values[n]).reshape(parts) for n in self.names)
+        mapped = thin.times(weight, rest[0] if rest else None, root, self.scale)
+        found = zip(self.names, mapped, strict=False)  # without a bias, one of two
+        return {
+            n: _as(values[n], v.reshape(values[n].shape))
+            for n, v in found
+            if v is not None
+        }
 
     adjoint = apply  # both roots are symmetric
 
