@@ -76,6 +76,12 @@ def mapped_norms(layer, io):
 
 
 @pytest.fixture
+def wide_sums(monkeypatch):
+    """Norms as they are, with nothing on top for sums in float32."""
+    monkeypatch.setattr(maps, "SUM_STRETCH", 0.0)
+
+
+@pytest.fixture
 def written_out(monkeypatch):
     """The slow way: mapped inputs, and weight and bias side by side."""
 
@@ -85,6 +91,7 @@ def written_out(monkeypatch):
     return switch
 
 
+@pytest.mark.usefixtures("wide_sums")
 @pytest.mark.parametrize("name", LAYERS)
 def test_norms_and_maps_are_those_of_the_matrix(name, written_out):
     make, arguments = LAYERS[name]
@@ -105,6 +112,7 @@ def test_norms_and_maps_are_those_of_the_matrix(name, written_out):
         assert torch.allclose(fast[n], v, atol=1e-5)
 
 
+@pytest.mark.usefixtures("wide_sums")
 @pytest.mark.parametrize("method", NormMethod)
 def test_columns_need_not_be_quite_orthonormal(method):
     io, layer = linear(6, 20, 9, False, method)
@@ -153,3 +161,62 @@ def test_steep_roots_are_measured_by_what_they_map():
     assert not thin.measures(steep, layer.left)
     layer = KroneckerMap("w", None, layer.shape, 1, IdentityRoot(), steep)
     assert torch.allclose(layer.sq_norms(io), mapped_norms(layer, io), rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_sums_in_float32_cost_next_to_nothing(name):
+    make, arguments = LAYERS[name]
+    io, layer = make(*arguments)
+    assert layer.sum_dtype(io) is None
+    ratio = layer.sq_norms(io) / mapped_norms(layer, io)
+    assert torch.all(ratio >= 1)
+    assert float(ratio.max()) <= 1 + 1e-3
+
+
+@pytest.mark.parametrize("positions", [2, 30])
+def test_sums_in_float32_stay_within_the_bound(positions, monkeypatch):
+    def worst():
+        return max(along_the_steepest(positions, seed) for seed in range(20))
+
+    assert worst() <= 1 + 1e-6
+    # alone, without what covers the norm's own rounding, which is more in this example
+    monkeypatch.setattr(thin, "ROUNDING", dict.fromkeys(ROUNDING, 0.0))
+    assert worst() <= 1 + 1e-6
+    monkeypatch.setattr(maps, "ROUNDING", dict.fromkeys(ROUNDING, 0.0))
+    assert worst() > 1.1
+
+
+def along_the_steepest(positions, seed):
+    """The contribution of an example whose gradient all but cancels, and shrinks."""
+    torch.manual_seed(seed)
+    shape = torch.Size((6, 400))
+    found = root(1, 400)
+    steep = LowRankRoot(found.vectors, 0.4 * found.values, found.tail)
+    layer = KroneckerMap("w", None, shape, 1, IdentityRoot(), steep)
+    a = 1e7 * steep.vectors[0, :, 0] * (1 + torch.rand(1, positions, 1))
+    d = torch.randn(1, positions, 6)
+    call = (torch.cat([a, a * (1 + 1e-5)], 1).float(), torch.cat([d, -d], 1))
+    method = NormMethod.INSTANTIATE
+    io = DenseIO("l", "w", None, [call], LinearGeometry(shape), method)
+    assert layer.sum_dtype(io) is None
+    total = clipped_sum(
+        [io],
+        FlatClipping(1.0),
+        LayerwiseWhitener([layer], ["w"]),
+        parameters={"w": torch.zeros(shape)},
+        present=torch.ones(1, dtype=torch.bool),
+        step=0,
+    )
+    return float(total.values["w"].double().norm())
+
+
+def test_many_positions_or_a_steep_root_are_added_up_in_float64():
+    few, layer = linear(6, 20, 9, False, None)
+    assert layer.sum_dtype(few) is None
+    many = linear(40_000, 2, 2, False, None)[0]
+    assert layer.sum_dtype(many) is torch.float64
+    steep = LowRankRoot(
+        layer.right.vectors, 1e-5 * layer.right.values, layer.right.tail
+    )
+    layer = KroneckerMap("w", None, layer.shape, 1, IdentityRoot(), steep)
+    assert layer.sum_dtype(few) is torch.float64

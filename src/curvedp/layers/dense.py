@@ -138,6 +138,12 @@ class DenseIO(LayerIO):
             return inputs[0], outputs[0]
         return torch.cat(inputs, 2), torch.cat(outputs, 2)
 
+    @property
+    def positions(self) -> int:
+        """T, of all calls together."""
+        rows = [self.geometry.output_rows(d[:1]) for _, d in self.calls]
+        return sum(row.shape[2] for row in rows)
+
     def sq_norms(self) -> Tensor:
         return torch.cat([self._sq_norms(*item) for item in self.chunks()])
 
