@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvedp.barrier import IDENTITY_FRAME, ClippedSum
+from curvedp.barrier import ClippedSum
 from curvedp.clipping.rules import ClippingRule
 from curvedp.layers.grouping import grouped
 from curvedp.layers.io import LayerIO
-from curvedp.layers.precision import compute_dtype, exact, norm_dtype
+from curvedp.layers.precision import compute_dtype, exact
 from curvedp.whitening.base import Whitener
 
 __all__ = ["clipped_sum", "own_copy"]
@@ -53,11 +53,8 @@ def clipped_sum(
     """
     first = next(iter(parameters.values()))
     device = first.device
-    # A map may stretch the sum's rounding: then it is added up as norms are computed.
-    plain = whitener.frame == IDENTITY_FRAME
-    dtype = None if plain else norm_dtype(first)
     values = {
-        name: torch.zeros(p.shape, device=device, dtype=dtype or compute_dtype(p))
+        name: torch.zeros(p.shape, device=device, dtype=compute_dtype(p))
         for name, p in parameters.items()
     }
     present = present.to(device)
@@ -77,6 +74,8 @@ def clipped_sum(
         weights = rule.weights(sq_norms)
         weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
         for io, weight in zip(ios, weights, strict=True):
+            # a map may stretch the sum's rounding: it says how precise it has to be
+            dtype = whitener.sum_dtype(io)
             for name, total in io.weighted_sum(weight, dtype).items():
                 values[name] = values[name] + total
         mapped = whitener.apply(values)

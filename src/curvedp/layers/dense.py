@@ -115,11 +115,18 @@ class DenseIO(LayerIO):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def rows(
-        self, part: slice = slice(None), dtype: torch.dtype | None = None
+        self,
+        part: slice = slice(None),
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """``a [b, G, T, p]`` (bias column included) and ``d [b, G, T, r]``."""
+        """``a [b, G, T, p]`` and ``d [b, G, T, r]``.
+
+        The bias column is in ``a`` unless ``bias`` is False: it costs a copy of all.
+        """
         a, d = self._rows(part, dtype or compute_dtype(self.calls[0][1]))
-        if self.bias is not None:
+        if bias and self.bias is not None:
             a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
         return a, d
 
@@ -130,6 +137,12 @@ class DenseIO(LayerIO):
         if len(self.calls) == 1:
             return inputs[0], outputs[0]
         return torch.cat(inputs, 2), torch.cat(outputs, 2)
+
+    @property
+    def positions(self) -> int:
+        """T, of all calls together."""
+        rows = [self.geometry.output_rows(d[:1]) for _, d in self.calls]
+        return sum(row.shape[2] for row in rows)
 
     def sq_norms(self) -> Tensor:
         return torch.cat([self._sq_norms(*item) for item in self.chunks()])

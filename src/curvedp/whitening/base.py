@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from curvedp.layers.io import LayerIO
@@ -33,6 +34,14 @@ class Whitener(Protocol):
 
     def sq_norms(self, io: LayerIO) -> Tensor:
         """``||P g_i||^2`` for every example of a layer, ``[B]``."""
+        ...
+
+    def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
+        """In which dtype a layer's clipped sum is added up before it is mapped.
+
+        None is the layer's own, float32. ``sq_norms`` counts what its rounding can
+        become under the map.
+        """
         ...
 
     def apply(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

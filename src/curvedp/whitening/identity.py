@@ -25,6 +25,9 @@ class IdentityWhitener:
     def sq_norms(self, io: LayerIO) -> Tensor:
         return io.sq_norms()
 
+    def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
+        return None
+
     def apply(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(values)
 

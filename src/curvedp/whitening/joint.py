@@ -23,7 +23,7 @@ from curvedp.errors import ConfigurationError
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import LayerIO
 from curvedp.layers.precision import ROUNDING, norm_dtype, square_dtype
-from curvedp.whitening.maps import DenseMap, Values, raised
+from curvedp.whitening.maps import DenseMap, Values, like, raised
 
 __all__ = ["FloorSchedule", "JointMap", "matched_floor"]
 
@@ -69,6 +69,9 @@ class JointMap(DenseMap):
         m = m.to(square_dtype(m))
         error = self._largest * rounding * m.square().sum((1, 2, 3)).sqrt()
         return raised(self._of_gradients(m), error)
+
+    def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
+        return norm_dtype(like(io))
 
     @cached_property
     def _largest(self) -> float:

@@ -74,6 +74,16 @@ class LayerwiseWhitener:
         (layer,) = self._maps_of(io)
         return layer.sq_norms(io)
 
+    def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
+        wanted = [] if isinstance(io, UnreachedIO) else self._sum_dtypes(io)
+        return next((dtype for dtype in wanted if dtype is not None), None)
+
+    def _sum_dtypes(self, io: LayerIO) -> list[torch.dtype | None]:
+        """Of its maps: one that asks for more than the layer's own speaks for all."""
+        if isinstance(io, JoinedIO):
+            return [self.sum_dtype(part) for part in io.parts]
+        return [layer.sum_dtype(io) for layer in self._maps_of(io)]
+
     def _split(self, io: DirectIO) -> list[DirectIO]:
         """By map: a layer of several weights, whose gradients were written down."""
         return [

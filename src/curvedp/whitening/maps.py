@@ -12,11 +12,11 @@ All of it happens in float64 where the device is not much slower at that. Elsewh
 norm is raised by what float32 and the root's condition can hide.
 
 The clipped sum is added up before it is mapped, and a map may stretch its rounding more
-than the gradient, which may lie where the map shrinks most. So it is added up in the
-dtype of the norms as well. An example's rounding is at most ``e = (T + 8) v S`` with v
-the round-off and ``S >= sum_t ||d_t|| ||a_t||``, and a norm is raised to
-``||P g|| + ||P|| e``: by nothing to speak of in float64, in the fourth digit in
-float32.
+than the gradient, which may lie where the map shrinks most. An example's rounding is at
+most ``e = (T + 8) v S`` with v the round-off of the sum and
+``S >= sum_t ||d_t|| ||a_t||``, and a norm is raised to ``||P g|| + ||P|| e``: by
+nothing to speak of in float64, in the fourth digit in float32. A map that could make it
+more than that, by its condition, is added up in float64 where norms are.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ from torch import Tensor
 from curvedp.layers.dense import DenseIO, NormMethod, choose_method, outer_sq_norms
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO
 from curvedp.layers.lookup import LookupIO
-from curvedp.layers.precision import ROUNDING, norm_dtype, square_dtype
-from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, Root
+from curvedp.layers.precision import (
+    ROUNDING,
+    compute_dtype,
+    norm_dtype,
+    square_dtype,
+)
+from curvedp.whitening import thin
+from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, LowRankRoot, Root
 
 __all__ = [
     "DenseMap",
@@ -41,10 +47,15 @@ __all__ = [
     "IdentityMap",
     "KroneckerMap",
     "LayerMap",
+    "like",
     "raised",
 ]
 
 Values = Mapping[str, Tensor]
+
+#: Round-offs of a float32 sum times the map's condition, up to which it is added up so.
+#: Real gradients lie far from where a map shrinks most: a hundredth of it is typical.
+SUM_STRETCH = 2.0**-7
 
 
 class LayerMap(Protocol):
@@ -56,6 +67,9 @@ class LayerMap(Protocol):
 
     def sq_norms(self, io: LayerIO) -> Tensor:
         """``||P g_i||^2``, ``[B]``, float64."""
+
+    def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
+        """As :meth:`curvedp.whitening.Whitener.sum_dtype`."""
 
     def apply(self, values: Values) -> dict[str, Tensor]:
         """``P u``."""
@@ -81,6 +95,9 @@ class IdentityMap:
 
     def sq_norms(self, io: LayerIO) -> Tensor:
         return io.sq_norms()
+
+    def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
+        return None
 
     def apply(self, values: Values) -> dict[str, Tensor]:
         return {name: values[name] for name in self.names}
@@ -123,6 +140,9 @@ class DiagonalMap:
     @cached_property
     def _largest(self) -> float:
         return max(float(s.max()) for s in self.scales.values())
+
+    def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
+        return norm_dtype(like(io))
 
     def apply(self, values: Values) -> dict[str, Tensor]:
         return {n: _as(values[n], _wide(values[n]) * s) for n, s in self._scales()}
@@ -201,6 +221,17 @@ class KroneckerMap(DenseMap):
         squares = self._sq_norms(io) * self.scale**2
         return squares * _inexact(io, self.left, self.right)
 
+    def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
+        wide = norm_dtype(like(io))
+        if not thin.measures(self.right, self.left):
+            return wide
+        terms = 8 + (io.positions if isinstance(io, DenseIO) else 0)
+        stretched = terms * ROUNDING[torch.float32] * self.right.condition
+        return None if stretched <= SUM_STRETCH else wide
+
+    def _sum_rounding(self, io: LayerIO) -> float:
+        return ROUNDING[self.sum_dtype(io) or compute_dtype(like(io))]
+
     def _sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, DenseIO):
             return torch.cat([self._of_rows(io, part) for part, _ in io.chunks()])
@@ -213,19 +244,25 @@ class KroneckerMap(DenseMap):
         for start in range(0, io.batch_size, size):
             part = {n: g[start : start + size] for n, g in grads.items()}
             m = self.matrix(part)
-            rounding = 8 * ROUNDING[norm_dtype(m)]
+            rounding = 8 * self._sum_rounding(io)
             m = m.to(norm_dtype(m))
             error = largest * rounding * _sq_norms(m).sum(1).sqrt()
             found.append(raised(self._of_gradients(m), error))
         return torch.cat(found)
 
     def _of_rows(self, io: DenseIO, part: slice) -> Tensor:
-        like = io.calls[0][1]
-        a, d = io.rows(part, norm_dtype(like))
-        rounding = (a.shape[2] + 8) * ROUNDING[a.dtype]
-        spread = (_sq_norms(a) * _sq_norms(d)).sum(1).sqrt()
-        error = self.left.largest * self.right.largest * rounding * spread
-        return raised(self._of_pairs(io, a, d), error)
+        dtype = norm_dtype(io.calls[0][1])
+        if dtype is torch.float64 and thin.measures(self.right, self.left):
+            a, d = io.rows(part, dtype, bias=False)
+            bias = io.bias is not None
+            squares, spread = thin.sq_norms(a, d, self.right, bias, io.method)
+        else:
+            a, d = io.rows(part, dtype)
+            spread = (_sq_norms(a) * _sq_norms(d)).sum(1)
+            squares = self._of_pairs(io, a, d)
+        rounding = (a.shape[2] + 8) * self._sum_rounding(io)
+        error = self.left.largest * self.right.largest * rounding * spread.sqrt()
+        return raised(squares, error)
 
     def _of_pairs(self, io: DenseIO, a: Tensor, d: Tensor) -> Tensor:
         t, p, r = a.shape[2], a.shape[3], d.shape[3]
@@ -263,7 +300,20 @@ class KroneckerMap(DenseMap):
         return self.left.times(self.right.times(m).mT).mT
 
     def apply(self, values: Values) -> dict[str, Tensor]:
+        if thin.applies(self.right, self.left):
+            return self._thin_apply(values, self.right)
         return self.values(self.scale * self._map(_wide(self.matrix(values))), values)
+
+    def _thin_apply(self, values: Values, root: LowRankRoot) -> dict[str, Tensor]:
+        parts = (self.groups, self.shape[0] // self.groups, -1)
+        weight, *rest = (_wide(values[n]).reshape(parts) for n in self.names)
+        mapped = thin.times(weight, rest[0] if rest else None, root, self.scale)
+        found = zip(self.names, mapped, strict=False)  # without a bias, one of two
+        return {
+            n: _as(values[n], v.reshape(values[n].shape))
+            for n, v in found
+            if v is not None
+        }
 
     adjoint = apply  # both roots are symmetric
 
@@ -296,7 +346,7 @@ def raised(squares: Tensor, error: Tensor) -> Tensor:
 
 def _inexact(io: LayerIO, *roots: Root) -> float:
     """Factor on a squared norm for rounding in the roots; nothing in float64."""
-    dtype = _norm_dtype(io)
+    dtype = norm_dtype(like(io))
     if dtype is torch.float64:
         return 1 + 2.0**-30
     condition = 1.0
@@ -305,11 +355,12 @@ def _inexact(io: LayerIO, *roots: Root) -> float:
     return (1 + 64 * ROUNDING[dtype] * condition) ** 2
 
 
-def _norm_dtype(io: LayerIO) -> torch.dtype:
+def like(io: LayerIO) -> Tensor:
+    """A tensor of the layer's device and dtype."""
     if isinstance(io, DenseIO | LookupIO):
-        return norm_dtype(io.calls[0][1])
+        return io.calls[0][1]
     assert isinstance(io, DirectIO)
-    return norm_dtype(next(iter(io.grads.values())))
+    return next(iter(io.grads.values()))
 
 
 def _chunk(io: LayerIO) -> int:

@@ -187,6 +187,13 @@ class LowRankRoot:
         return x * flat + ((x @ q) * extra) @ q.mT
 
     @cached_property
+    def core(self) -> Tensor:
+        """M ``[G, k, k]`` in ``R^2 = t^2 I + Q M Q^T``, whether or not Q^T Q = I."""
+        extra = (self.values - self.tail[:, None]).unsqueeze(-1)
+        inner = extra * (self.vectors.mT @ self.vectors) * extra.mT
+        return inner + torch.diag_embed(2 * self.tail[:, None] * extra.squeeze(-1))
+
+    @cached_property
     def largest(self) -> float:
         return float(torch.maximum(self.values.max(), self.tail.max()))
 

@@ -1,0 +1,127 @@
+r"""A low-rank root of the inputs, at the price of one thin projection.
+
+``P g = g R`` with ``R = t I + Q (L - t) Q^T``, Q ``[p, k]``, the default of DP-KFC.
+Nothing of the size of the inputs or of the gradient is mapped to find a norm: with
+``R^2 = t^2 I + Q M Q^T``
+
+- Gram: ``||g R||^2 = sum_{t,s} (d_t . d_s) (t^2 a_t . a_s + (a_t Q) M (a_s Q)^T)``;
+- instantiate: ``t^2 ||g||^2 + sum (g Q M) * (g Q)``, and ``g Q = sum_t d_t (a_t Q)``
+  where that is cheaper.
+
+Both are differences: a root is smaller than t along Q. They are taken in float64 and
+for roots of a moderate condition only, and are raised by what rounding can hide,
+``8 (p + r + T + k) u ||R||^2 S^2`` with ``S = ||d|| ||a||``: each inner product of n
+terms is off by n round-offs of the lengths of its factors, and no factor is stretched
+by more than ``||R||``. That is below 1e-6 of the square for ordinary examples.
+
+The bias is the last column of ``a``; it is never written beside the inputs, which would
+copy them.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from curvedp.layers.dense import NormMethod, choose_method
+from curvedp.layers.precision import ROUNDING
+from curvedp.whitening.roots import IdentityRoot, LowRankRoot, Root
+
+__all__ = ["applies", "measures", "sq_norms", "times"]
+
+#: Beyond it the differences lose digits, and mapped inputs are measured instead.
+_LARGEST_CONDITION = 300.0
+
+
+def applies(right: Root, left: Root) -> TypeGuard[LowRankRoot]:
+    """Whether the map is ``g R`` with R, here ``right``, of low rank."""
+    return isinstance(left, IdentityRoot) and isinstance(right, LowRankRoot)
+
+
+def measures(right: Root, left: Root) -> TypeGuard[LowRankRoot]:
+    """The same, and norms may be taken as differences."""
+    return applies(right, left) and right.condition <= _LARGEST_CONDITION
+
+
+def sq_norms(
+    a: Tensor,
+    d: Tensor,
+    root: LowRankRoot,
+    bias: bool,
+    method: NormMethod | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``||g_i R||^2``, not below the truth, and ``S^2``, each ``[b]``.
+
+    Args:
+        a: ``[b, G, T, p]``, float64, without the bias column.
+        d: ``[b, G, T, r]``, float64.
+        root: R, over p and the bias column.
+        bias: whether there is one.
+        method: Gram or instantiate; the cheaper one by default.
+    """
+    t, p, r = a.shape[2], a.shape[3], d.shape[3]
+    ones = 1.0 if bias else 0.0
+    spread = ((_sq(a) + ones * t) * _sq(d)).sum(1)
+    tail = root.tail.square()
+    if (method or choose_method(t, p, r)) is NormMethod.GRAM:
+        aq = _projected(a, root)
+        kernel = (aq @ root.core) @ aq.mT + tail[:, None, None] * (a @ a.mT + ones)
+        squares = (kernel * (d @ d.mT)).sum((1, 2, 3))
+    else:
+        g, column = d.mT @ a, ones * d.sum(2).unsqueeze(-1)
+        gq = d.mT @ _projected(a, root) if t < r else _gradient_projected(g, d, root)
+        inside = ((gq @ root.core) * gq).sum((-2, -1))
+        squares = (tail * (_sq(g) + _sq(column)) + inside).sum(1)
+    terms = 8 * (p + r + t + root.vectors.shape[-1])
+    hidden = terms * ROUNDING[torch.float64] * root.largest**2 * spread
+    return squares.clamp_min(0) + hidden, spread
+
+
+def _projected(a: Tensor, root: LowRankRoot) -> Tensor:
+    """``a Q``, ``[b, G, T, k]``, the bias column counted."""
+    p = a.shape[3]
+    aq = a @ _matrix(root.vectors[:, :p])
+    return aq + root.vectors[:, p:] if p < root.vectors.shape[1] else aq
+
+
+def _gradient_projected(g: Tensor, d: Tensor, root: LowRankRoot) -> Tensor:
+    """``g Q``, ``[b, G, r, k]``, likewise."""
+    p = g.shape[3]
+    gq = g @ _matrix(root.vectors[:, :p])
+    if p == root.vectors.shape[1]:
+        return gq
+    return gq + d.sum(2).unsqueeze(-1) * root.vectors[:, p:]
+
+
+def times(
+    weight: Tensor, bias: Tensor | None, root: LowRankRoot, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """``scale g R`` of ``g = [weight [G, r, p], bias [G, r, 1]]``, in the same parts.
+
+    Side by side weight and bias would be copied twice.
+    """
+    p = weight.shape[-1]
+    q = root.vectors.to(weight.dtype)
+    own, last = q[:, :p], q[:, p:]
+    tail = scale * root.tail[:, None, None].to(weight.dtype)
+    extra = scale * (root.values - root.tail[:, None]).unsqueeze(-2)
+    inside = weight @ own
+    if bias is not None:
+        inside += bias * last
+    inside *= extra.to(weight.dtype)
+    mapped = (weight * tail).baddbmm_(inside, own.mT)
+    if bias is None:
+        return mapped, None
+    return mapped, (bias * tail).baddbmm_(inside, last.mT)
+
+
+def _matrix(q: Tensor) -> Tensor:
+    """Without the groups' dimension where there is one group: one product for all."""
+    return q[0] if q.shape[0] == 1 else q
+
+
+def _sq(x: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
+    return norms.square()
