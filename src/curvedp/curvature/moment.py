@@ -17,6 +17,10 @@ from torch import Tensor
 
 __all__ = ["SecondMoment", "Spectrum"]
 
+#: Eigenpairs are found by iteration if there are this many times more of them, with as
+#: many vectors more than asked for and as many rounds.
+_FEW, _MORE, _ROUNDS = 4, 16, 4
+
 
 @dataclass(frozen=True)
 class Spectrum:
@@ -112,9 +116,16 @@ class SecondMoment:
         """Eigenvalues and eigenvectors of the mean, in float64.
 
         Args:
-            largest: how many; all that are not known to be zero by default.
+            largest: how many; all that are not known to be zero by default. A few of
+                many are found by iteration (:func:`_leading`): where eigenvalues are
+                close to each other the vectors may be others of nearly the same value.
         """
         weight = max(self.weight, torch.finfo(torch.float32).tiny)
+        if largest is not None and _FEW * (largest + _MORE) < min(
+            self._tensor.shape[1:]
+        ):
+            values, vectors = _leading(self, largest)
+            return Spectrum(values / weight, vectors, self.trace())
         if self.rows is not None:
             values, vectors = _thin(self.rows.double())
             values = values / weight
@@ -129,6 +140,30 @@ class SecondMoment:
         if self.rows is not None and self.rows.shape[-2] >= self.rows.shape[-1]:
             return SecondMoment(self.weight, matrix=self.rows.mT @ self.rows)
         return self
+
+
+def _leading(moment: SecondMoment, count: int) -> tuple[Tensor, Tensor]:
+    """The largest eigenpairs of a moment's total, by iteration on a subspace.
+
+    All eigenvectors of a large matrix take seconds; these take a few products with it.
+    The start is the same every time. The vectors are orthonormal, and the values, those
+    of the matrix in their span, are at most the true ones.
+    """
+    x = moment._tensor.double()
+    of_rows = moment.rows is not None
+    generator = torch.Generator().manual_seed(0)
+    shape = (x.shape[0], x.shape[-1], count + _MORE)
+    start = torch.randn(shape, generator=generator, dtype=torch.float64).to(x.device)
+
+    def times(y: Tensor) -> Tensor:
+        return x.mT @ (x @ y) if of_rows else x @ y
+
+    q, _ = torch.linalg.qr(times(start))
+    for _ in range(_ROUNDS):
+        q, _ = torch.linalg.qr(times(times(q)))
+    values, turned = torch.linalg.eigh(q.mT @ times(q))
+    vectors = q @ turned.flip(-1)[..., :count]
+    return values.flip(-1)[..., :count].clamp_min(0), vectors
 
 
 def _thin(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,10 +65,8 @@ def damped_root(
         damping: lambda.
         rank: keep so many eigenpairs; None keeps all.
     """
-    spectrum = moment.spectrum()
-    size = spectrum.size
-    k = spectrum.values.shape[-1] if rank is None else rank
-    kept = spectrum.top(min(k, spectrum.values.shape[-1]))
+    kept = moment.spectrum(rank)
+    size = kept.size
     mean = kept.trace / size
     values = damping.of(kept.values, mean[:, None]) ** -exponent
     if kept.values.shape[-1] == size:
