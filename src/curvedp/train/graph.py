@@ -96,13 +96,13 @@ class GraphedPass:
         guarantees of :func:`curvedp.clipping.clipped_sum`.
         """
         if whitener is not self._whitener:
-            self._graphs.clear()  # and their memory
+            self._forget()
             self._whitener = whitener
         leaves, spec = tree_flatten((inputs, targets, present, point))
         key = (_signature(leaves), str(spec), _state(self._model), rule)
         if key not in self._graphs:
             if len(self._graphs) == MOST_GRAPHS:
-                self._graphs.clear()
+                self._forget()
             self._graphs[key] = self._record(leaves, spec, rule, whitener)
         places, replay = self._graphs[key]
         for place, leaf in zip(places, leaves, strict=True):
@@ -110,6 +110,12 @@ class GraphedPass:
                 place.copy_(leaf, non_blocking=True)
         part, self.loss = replay()
         return own_copy(part, step)
+
+    def _forget(self) -> None:
+        """Drop all graphs, and give back the memory that torch keeps for each."""
+        if self._graphs:
+            self._graphs.clear()
+            torch.cuda.empty_cache()
 
     def _record(
         self, leaves: list[Any], spec: TreeSpec, rule: ClippingRule, whitener: Whitener
