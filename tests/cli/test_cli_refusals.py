@@ -123,6 +123,8 @@ def train_flags(blobs, changes):
         ({"--cuda-graph": True}, "cuda_graph needs a model on a CUDA device"),
         ({"--validation": "1.5"}, "fraction"),
         ({"--seed": "-1"}, "seed"),
+        ({"--views": "4"}, "without an augmentation"),
+        ({"--augment": "rotations"}, "unknown augmentation"),
         ({"--physical-batch-size": "0"}, "physical_batch_size"),
         ({"--checkpoint-every": "0"}, "checkpoint_every"),
         ({"--config": "nowhere.toml"}, "nowhere.toml"),

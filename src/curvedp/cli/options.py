@@ -111,6 +111,14 @@ _OPTIONS: dict[str, Any] = {
     "physical_batch_size": Annotated[
         int | None, _option(_RUN, "Rows computed at once; bounds memory.")
     ],
+    "augment": Annotated[
+        str | None,
+        _option(_RUN, "Views of images: flips, crops, flips-and-crops.", shown="none"),
+    ],
+    "views": Annotated[
+        int | None,
+        _option(_RUN, "Views of an example, averaged before clipping.", shown="1"),
+    ],
     "metric": Annotated[
         list[str] | None,
         _option(_RUN, "accuracy, auc, f1, loss; repeatable.", shown="by the task"),
@@ -171,7 +179,7 @@ _PRIVACY_KEYS = (
 )  # fmt: skip
 _RUN_KEYS = (
     "physical_batch_size", "validation", "loss", "seed", "checkpoint_every", "device",
-    "cuda_graph",
+    "cuda_graph", "augment", "views",
     "show_private_training_loss", "unsafe_reproducible_noise",
 )  # fmt: skip
 #: Table in the file, the key that names the thing, and the option for its details.

@@ -123,6 +123,8 @@ class BuiltRun:
             show_private_training_loss=config.show_private_training_loss,
             on_progress=on_progress or (),
             cuda_graph=config.cuda_graph,
+            augment=config.augment or None,
+            views=config.views,
             probes=self.probe,
             **{k: v for k, v in config.privacy.items() if v is not None},
         )

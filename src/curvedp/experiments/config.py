@@ -70,6 +70,8 @@ _RUN_TYPES: dict[str, tuple[type, ...]] = {
     "seed": (int,),
     "unsafe_reproducible_noise": (int,),
     "device": (str,),
+    "augment": (str,),
+    "views": (int,),
     "cuda_graph": (bool,),
     "metrics": (list, tuple),
     "checkpoint_every": (int,),
@@ -98,6 +100,8 @@ class RunConfig:
         physical_batch_size: rows that are computed at once; bounds memory.
         seed: of the public random streams: initialisation, dropout, validation split.
         unsafe_reproducible_noise: for tests; there is no guarantee then.
+        augment: name of an augmentation of images; empty for none.
+        views: random views of an example that are averaged before clipping.
         device: "auto", "cpu", "cuda" or "mps".
         cuda_graph: record each pass as a CUDA graph; the numbers are the same.
         metrics: what is computed on held-out examples; empty chooses by the task.
@@ -119,6 +123,8 @@ class RunConfig:
     physical_batch_size: int | None = None
     seed: int | None = None
     unsafe_reproducible_noise: int | None = None
+    augment: str = ""
+    views: int = 1
     device: str = "auto"
     cuda_graph: bool = False
     metrics: tuple[str, ...] = ()

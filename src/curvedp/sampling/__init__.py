@@ -3,5 +3,13 @@
 from curvedp.sampling.people import People
 from curvedp.sampling.physical import PhysicalBatch, PhysicalLoader
 from curvedp.sampling.poisson import PoissonSampler
+from curvedp.sampling.views import AUGMENTATIONS, Views
 
-__all__ = ["People", "PhysicalBatch", "PhysicalLoader", "PoissonSampler"]
+__all__ = [
+    "AUGMENTATIONS",
+    "People",
+    "PhysicalBatch",
+    "PhysicalLoader",
+    "PoissonSampler",
+    "Views",
+]

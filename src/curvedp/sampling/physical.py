@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from curvedp.errors import DataError
 from curvedp.sampling.people import People
 from curvedp.sampling.poisson import PoissonSampler
+from curvedp.sampling.views import Views
 
 __all__ = ["PhysicalBatch", "PhysicalLoader"]
 
@@ -58,6 +59,7 @@ class PhysicalLoader:
         options: further ``DataLoader`` arguments (workers, pinned memory, ...).
         people: who the examples belong to, if the person is the unit: the sampler then
             draws persons, and each has K rows in its physical batch.
+        views: random views of each example, which have K rows in the same way.
     """
 
     def __init__(
@@ -69,12 +71,17 @@ class PhysicalLoader:
         collate: Collate | None = None,
         options: Mapping[str, Any] | None = None,
         people: People | None = None,
+        views: Views | None = None,
     ) -> None:
+        self._views = views
         self._dataset = dataset
         self._people = people
         self._size = population(dataset) if people is None else len(people)
         self._sampler = sampler
         self._slots = 1 if people is None else people.slots
+        if views is not None:
+            assert people is None  # refused where both are given
+            self._slots = views.count
         self._units = max(1, physical_batch_size // self._slots)
         self._physical = self._units * self._slots
         self._collate = collate
@@ -95,8 +102,18 @@ class PhysicalLoader:
 
     @property
     def slots(self) -> int:
-        """Rows of one unit: K for persons, 1 for examples."""
+        """Rows of one unit: K for persons and for views, otherwise 1."""
         return self._slots
+
+    @property
+    def shown(self) -> Views | None:
+        """How views are made; None where examples are shown as they are."""
+        return self._views
+
+    @property
+    def views(self) -> int:
+        """Views of an example, whose mean gradient is clipped."""
+        return 1 if self._views is None else self._views.count
 
     def template(self) -> Any:
         """A batch of one example, for its shapes; the values mean nothing."""
@@ -104,7 +121,7 @@ class PhysicalLoader:
 
     def steps(self, first: int, stop: int) -> Iterator[PhysicalBatch]:
         """Physical batches of the logical steps ``first, ..., stop - 1``."""
-        facts: deque[tuple[int, Tensor, bool]] = deque()
+        facts: deque[tuple[int, int, Tensor, bool]] = deque()
 
         def portions() -> Iterator[list[int]]:
             for step in range(first, stop):
@@ -113,19 +130,21 @@ class PhysicalLoader:
                 for start in cut:
                     part = drawn[start : start + self._units]
                     rows, places = self._rows(part, step)
-                    facts.append((step, places, start == cut[-1]))
+                    facts.append((step, start, places, start == cut[-1]))
                     yield rows
 
         for data in self._fetch(portions()):
-            step, places, completes = facts.popleft()
+            step, start, places, completes = facts.popleft()
             present = torch.zeros(self._physical, dtype=torch.bool)
             present[places] = True
+            if self._views is not None:
+                data = self._views.expand(data, step, start)
             yield PhysicalBatch(self._placed(data, places), present, step, completes)
 
     def _rows(self, units: list[int], step: int) -> tuple[list[int], Tensor]:
         """Examples of the drawn units, and the rows of the batch that they go to."""
         if self._people is None:
-            return units, torch.arange(len(units))
+            return units, torch.arange(len(units) * self._slots)
         rows: list[int] = []
         places: list[int] = []
         for k, person in enumerate(units):
@@ -153,12 +172,17 @@ class PhysicalLoader:
             yield from DataLoader(
                 self._dataset,
                 batch_sampler=_Portions(portions),
-                collate_fn=_PaddedCollate(self._collate, self._empty, self._physical),
+                collate_fn=_PaddedCollate(self._collate, self._empty, self._fetched),
                 **self._options,
             )
 
     def _padded(self, batch: Any) -> Any:
-        return pad_batch(batch, self._physical)
+        return pad_batch(batch, self._fetched)
+
+    @property
+    def _fetched(self) -> int:
+        """Rows before views are made of them."""
+        return self._physical if self._views is None else self._units
 
 
 class _Portions:

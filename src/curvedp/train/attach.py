@@ -15,7 +15,7 @@ from curvedp.plan import Plan
 from curvedp.probes import LabelRule, Probe
 from curvedp.recipes import Recipe, get_recipe
 from curvedp.sampling import People
-from curvedp.train.datasets import TrainingData
+from curvedp.train.datasets import Augment, TrainingData, chosen_views
 from curvedp.train.engine import Engine
 from curvedp.train.guard import check_optimizer, refuse_processes
 from curvedp.train.journal import Journal
@@ -42,6 +42,8 @@ def make_private(
     loader_options: Mapping[str, Any] | None = None,
     people: Sequence[Hashable] | None = None,
     examples_per_person: int | None = None,
+    augment: Augment | None = None,
+    views: int = 1,
     run_dir: str | Path | None = None,
     journal: bool = True,
     probes: Probe | None = None,
@@ -75,6 +77,10 @@ def make_private(
             sampled, and all that one contributes to a step is clipped together.
             ``batch_size`` and ``sample_rate`` count persons.
         examples_per_person: declared number of examples of one person in one step.
+        augment: "flips", "crops", "flips-and-crops", or a function ``(inputs,
+            generator) -> inputs`` that makes a random view of each row.
+        views: K, how many views of an example a step takes. Their mean gradient is
+            clipped as one: sampling, noise and epsilon are those of one view.
         run_dir: folder for ledger, journal and checkpoints. Without it the ledger is
             in memory, and a crash loses the record of what was spent.
         journal: keep every release in the run folder until the next checkpoint, so that
@@ -119,6 +125,7 @@ def make_private(
     source = TrainingData.of(dataset, collate_fn, loader_options, group)
     plan = plan_settings.plan(chosen, source.size, slots)
     streams = plan.streams(seed, unsafe_reproducible_noise=unsafe_reproducible_noise)
+    shown = chosen_views(augment, views, streams, group)
     checked_loss = None if loss is None else per_example_loss(loss)
     device = next(model.parameters()).device
     recorded = _recordable(checked_loss, device, plan) if cuda_graph else None
@@ -161,6 +168,7 @@ def make_private(
             physical_batch_size,
             coverage.activation_bytes,
             device.type,
+            shown,
         )
         engine = Engine(
             model=model,

@@ -19,13 +19,16 @@ from torch.utils.data import (
 
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch
-from curvedp.sampling import People, PhysicalLoader, PoissonSampler
+from curvedp.noise import RandomStreams, Stream
+from curvedp.sampling import People, PhysicalLoader, PoissonSampler, Views
 from curvedp.sampling.physical import population, template_batch
 from curvedp.train.settings import default_physical_batch_size
 
-__all__ = ["TrainingData", "moved"]
+__all__ = ["Augment", "TrainingData", "chosen_views", "moved"]
 
 Collate = Callable[[list[Any]], Any]
+#: An augmentation by name, or a function ``(inputs, generator) -> inputs``.
+Augment = str | Callable[[Tensor, torch.Generator], Tensor]
 
 #: DataLoader arguments that say what is sampled; the plan says that.
 _SAMPLING = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
@@ -93,11 +96,13 @@ class TrainingData:
         physical_batch_size: int | None,
         activation_bytes: int = 0,
         device: str = "cpu",
+        views: Views | None = None,
     ) -> PhysicalLoader:
         """Physical batches of what the sampler draws; by default of a fitting size."""
         size = physical_batch_size
         if size is None:
             slots = 1 if self.people is None else self.people.slots
+            slots = slots if views is None else views.count
             size = default_physical_batch_size(
                 expected_batch_size * slots, activation_bytes, device
             )
@@ -114,7 +119,36 @@ class TrainingData:
             collate=self.collate,
             options=self.options,
             people=self.people,
+            views=views,
         )
+
+
+def chosen_views(
+    augment: Augment | None,
+    count: int,
+    streams: RandomStreams,
+    people: People | None = None,
+) -> Views | None:
+    """Views of each example, drawn from a public stream; None without augmentation."""
+    if augment is None:
+        if count != 1:
+            raise ConfigurationError(
+                f"{count} views of an example without an augmentation are all the same",
+                'give augment="flips-and-crops" or a function, or views=1',
+            )
+        return None
+    if people is not None:
+        raise ConfigurationError(
+            "several views of an example and persons with several examples do not go "
+            "together yet",
+            "leave one of them out, or augment in the dataset",
+        )
+
+    def generator(step: int, portion: int) -> torch.Generator:
+        seed = streams.torch_seed(Stream.VIEWS, step, portion)
+        return torch.Generator().manual_seed(seed % 2**63)
+
+    return Views.of(augment, count, generator)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

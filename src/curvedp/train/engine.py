@@ -30,7 +30,7 @@ from curvedp.errors import BudgetError, ConfigurationError, LoopError
 from curvedp.layers import Coverage, PerExampleLoss, Recording
 from curvedp.noise import NoiseState, RandomStreams
 from curvedp.plan import Plan
-from curvedp.sampling import PhysicalBatch, PhysicalLoader
+from curvedp.sampling import PhysicalBatch, PhysicalLoader, Views
 from curvedp.train.graph import Capture, GraphedPass
 from curvedp.train.guard import (
     refuse_changes,
@@ -128,6 +128,11 @@ class Engine:
     def steps_left(self) -> int:
         """Steps that the budget still allows."""
         return max(0, self.plan.sampling.steps - self.ledger.count())
+
+    @property
+    def views(self) -> Views | None:
+        """Views of each example that are averaged before clipping."""
+        return self._loader.shown
 
     @property
     def between_steps(self) -> bool:
@@ -245,7 +250,7 @@ class Engine:
             parameters=self.parameters,
             present=batch.present,
             step=batch.step,
-            scale=self._scale(),
+            scale=self._scale() / self._loader.views,
             slots=self._loader.slots,
         )
         return self._merge(part, batch)
@@ -277,6 +282,7 @@ class Engine:
             loss,
             rows=self.physical_batch_size,
             slots=self._loader.slots,
+            views=self._loader.views,
             capture=capture,
         )
 

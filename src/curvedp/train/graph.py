@@ -52,6 +52,7 @@ class GraphedPass:
         loss: per-example loss.
         rows: of every physical batch.
         slots: rows of one unit.
+        views: of an example, whose mean gradient is clipped.
         capture: how a pass is recorded; its slow twin runs the pass again.
 
     Attributes:
@@ -67,6 +68,7 @@ class GraphedPass:
         *,
         rows: int,
         slots: int = 1,
+        views: int = 1,
         capture: Capture | None = None,
     ) -> None:
         self._model = model
@@ -74,6 +76,7 @@ class GraphedPass:
         self._loss = loss
         self._rows = rows
         self._slots = slots
+        self._views = views
         self._capture = capture or cuda_capture
         self._graphs: dict[Hashable, tuple[list[Any], Pass]] = {}
         self._whitener: Whitener | None = None
@@ -141,7 +144,7 @@ class GraphedPass:
                 parameters=parameters,
                 present=present,
                 step=0,
-                scale=float(self._rows),
+                scale=self._rows / self._views,
                 slots=self._slots,
                 branch_free=True,
             )

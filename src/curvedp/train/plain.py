@@ -31,6 +31,7 @@ def fit_without_privacy(
     set_training_mode(model)
     optimiser.zero_grad()
     total = torch.zeros((), device=device)
+    divisor = sampling.expected_batch_size * loader.views
     with trainer.reproducible_forward(device) as seed_step:
         seeded = -1
         for batch in loader.steps(0, sampling.steps):
@@ -41,8 +42,8 @@ def fit_without_privacy(
             losses = trainer.loss(model(*args, **kwargs), targets)
             present = batch.present.to(device)
             loss = torch.where(present, losses, torch.zeros_like(losses)).sum()
-            torch.autograd.backward(loss / sampling.expected_batch_size)
-            total = total + loss.detach() / sampling.expected_batch_size
+            torch.autograd.backward(loss / divisor)
+            total = total + loss.detach() / divisor
             if batch.completes:
                 optimiser.step()
                 optimiser.zero_grad()

@@ -261,6 +261,7 @@ class Private:
             trusted_loss=self._loss is None,
             oracle=self._oracle,
             public_probe=self._engine.whiteners.provenance is Provenance.PUBLIC,
+            views=self._engine.views,
         )
 
     @property
@@ -384,11 +385,13 @@ class Private:
         self._engine.whiteners.load(state.get("whiteners", {}))
 
     def _facts(self) -> dict[str, Any]:
+        views = self._engine.views
         return {
             **self.plan.facts(),
             "recipe": self._recipe.name,
             **self._curvature_facts(),
             "transforms": self._recipe.chain.facts(),
+            "views": None if views is None else f"{views.count} {views.name}",
             "optimiser": type(self._engine.optimizer).__name__,
         }
 

@@ -12,6 +12,7 @@ from curvedp._version import __version__
 from curvedp.accounting import LedgerRecord
 from curvedp.barrier import Relation
 from curvedp.plan import Plan
+from curvedp.sampling import Views
 
 __all__ = ["Statement", "make_statement"]
 
@@ -62,6 +63,7 @@ def make_statement(
     trusted_loss: bool,
     oracle: bool = False,
     public_probe: bool = False,
+    views: Views | None = None,
 ) -> Statement:
     """The statement of a run as it stands.
 
@@ -87,7 +89,7 @@ def make_statement(
             f"epsilon {_text(spent)} for {ledger.count()} of {sampling.steps} planned "
             "steps (if that number was fixed beforehand)",
         ),
-        ("unit", _unit(plan)),
+        ("unit", _unit(plan, views)),
         ("relation", _RELATIONS[plan.relation]),
         (
             "sampling",
@@ -160,7 +162,9 @@ def _noise_source(plan: Plan, unsafe: bool) -> str:
     return f"{plan.noise_source}, {seed}"
 
 
-def _unit(plan: Plan) -> str:
+def _unit(plan: Plan, views: Views | None) -> str:
+    if views is not None:
+        return f"one example, with all its views ({views.count} in a step)"
     if plan.examples_per_person is None:
         return "one example"
     return (

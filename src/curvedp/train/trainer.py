@@ -28,7 +28,7 @@ from curvedp.probes import LabelRule, Probe
 from curvedp.recipes import Recipe, get_recipe
 from curvedp.sampling import PhysicalLoader, PoissonSampler
 from curvedp.train.attach import make_private
-from curvedp.train.datasets import TrainingData
+from curvedp.train.datasets import Augment, TrainingData, chosen_views
 from curvedp.train.losses import per_example_loss
 from curvedp.train.observers import EarlyStopping, Progress
 from curvedp.train.plain import fit_without_privacy
@@ -85,6 +85,8 @@ class Trainer:
         collate_fn: as for a ``DataLoader``.
         people: for every example, whose it is, if the person is the unit.
         examples_per_person: declared number of examples of a person in a step.
+        augment: random views of the inputs; see :func:`curvedp.make_private`.
+        views: how many of them are averaged before clipping.
         loader_options: further ``DataLoader`` arguments.
         probes: where a recipe that whitens looks for curvature; see
             :func:`curvedp.make_private`.
@@ -111,6 +113,8 @@ class Trainer:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         people: Sequence[Hashable] | None = None,
         examples_per_person: int | None = None,
+        augment: Augment | None = None,
+        views: int = 1,
         loader_options: Mapping[str, Any] | None = None,
         probes: Probe | None = None,
         labels: LabelRule | None = None,
@@ -138,6 +142,7 @@ class Trainer:
         self._collate = collate_fn
         self._people = people
         self._slots = examples_per_person
+        self._augment, self._views = augment, views
         self._loader_options = loader_options
         self._cuda_graph = cuda_graph
         self._stop = False
@@ -213,6 +218,8 @@ class Trainer:
             collate_fn=self._collate,
             people=self._people,
             examples_per_person=self._slots,
+            augment=self._augment,
+            views=self._views,
             loader_options=self._loader_options,
             cuda_graph=self._cuda_graph,
             **self._given,
@@ -280,7 +287,10 @@ class Trainer:
             sampling.sample_rate, lambda step: streams.generator(Stream.SAMPLING, step)
         )
         source = TrainingData.of(dataset, self._collate, self._loader_options)
-        return source.loader(sampler, sampling.expected_batch_size, self._physical)
+        views = chosen_views(self._augment, self._views, self._streams)
+        return source.loader(
+            sampler, sampling.expected_batch_size, self._physical, views=views
+        )
 
     @contextmanager
     def reproducible_forward(
