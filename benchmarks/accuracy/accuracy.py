@@ -41,7 +41,7 @@ sys.path.insert(0, str(HERE))
 import ablation  # noqa: E402
 from arms import TABLES, inside, trials  # noqa: E402
 
-TUNING_SEED, MORE_SEEDS, FINALISTS = 100, (101, 102), 3
+TUNING_SEED, MORE_SEEDS = 100, (101, 102)
 
 
 # -- jobs ------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def _arm_jobs(table, arm, done):
     scores = {key(j): done[key(j)]["accuracy"] for j in own if key(j) in done}
     if len(scores) < len({key(j) for j in own}):
         return own
-    best = sorted(own, key=lambda j: -scores[key(j)])[:FINALISTS]
+    best = sorted(own, key=lambda j: -scores[key(j)])[: TABLES[table].finalists]
     return own + [{**j, "seed": s} for j in best for s in MORE_SEEDS]
 
 
@@ -93,7 +93,7 @@ def choose(done):
             means = {
                 text: statistics.mean(by_seed.values())
                 for text, by_seed in scores.items()
-                if len(by_seed) == 1 + len(MORE_SEEDS)
+                if len(by_seed) == (1 + len(MORE_SEEDS) if about.finalists else 1)
             }
             best = max(means, key=means.__getitem__)
             settings = json.loads(best)

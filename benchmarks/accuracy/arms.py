@@ -38,6 +38,8 @@ class Table:
         untuned: rows that take the chosen settings of an arm, but for a few:
             name -> (arm, settings).
         seeds: paired seeds of the test.
+        finalists: trials of an arm, the best ones, that get more seeds before one is
+            chosen; with none, one seed chooses.
     """
 
     page: str
@@ -52,6 +54,7 @@ class Table:
     tuned_in: str | None = None
     untuned: dict[str, tuple[str, dict]] = field(default_factory=dict)
     seeds: int = 5
+    finalists: int = 3
 
 
 PLAIN = {
@@ -159,6 +162,7 @@ def ngd_table(data: str, epsilon: float) -> Table:
     return Table(
         "dp_ngd", data, "small-cnn", NGD_BATCH, NGD_EPOCHS, NGD, epsilon=epsilon,
         tuned_in=None if epsilon == 1.0 else first, untuned=NGD_UNTUNED, seeds=3,
+        finalists=0,
     )  # fmt: skip
 
 
