@@ -102,6 +102,24 @@ def test_small_gradients_settle_and_inputs_of_large_ones_stay():
         assert torch.equal(g, convolution.grads[name])
 
 
+def test_a_gpu_writes_down_somewhat_larger_gradients(monkeypatch):
+    # kept 8 x 16 + 12 x 16 values, gradient 12 x 8 x 9; the second is an outer product
+    model = nn.Sequential(
+        nn.Conv2d(8, 12, 3, padding=1), nn.Flatten(), nn.Linear(192, 2)
+    )
+    batch = Batch(torch.randn(SIZE, 8, 4, 4), torch.zeros(SIZE, dtype=torch.int64))
+    coverage = cover(model, synthesiser_like(batch, model), loss)
+    before = record(model, coverage, batch, SIZE, loss)
+    assert all(isinstance(io, DenseIO) for io in before)
+    monkeypatch.setattr(dense, "SETTLED_OVER_KEPT", {"cpu": 3})
+    convolution, head = record(model, coverage, batch, SIZE, loss)
+    assert isinstance(convolution, DirectIO)
+    assert isinstance(head, DenseIO)
+    assert torch.allclose(convolution.sq_norms(), before[0].sq_norms(), rtol=SAME)
+    monkeypatch.setattr(dense, "SETTLED_OVER_KEPT", {"cpu": 2})
+    assert isinstance(record(model, coverage, batch, SIZE, loss)[0], DenseIO)
+
+
 def test_what_settled_frees_its_inputs_during_the_backward_pass():
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3))
     x = torch.randn(SIZE, 2, 8, 8)

@@ -44,6 +44,10 @@ from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
 
 __all__ = ["DenseIO", "Geometry", "NormMethod", "choose_method", "outer_sq_norms"]
 
+#: How much larger than inputs and output gradients the gradients may be that a layer
+#: writes down.
+SETTLED_OVER_KEPT = {"cpu": 1, "cuda": 3}
+
 
 class NormMethod(Enum):
     """How the per-example norms of a layer are computed."""
@@ -226,9 +230,18 @@ class DenseIO(LayerIO):
 
     @property
     def settles(self) -> bool:
-        """Whether gradients take no more memory than inputs and output gradients."""
+        """Whether gradients take no more memory than inputs and output gradients.
+
+        On a GPU they may take somewhat more: patches are read once then, not twice.
+        """
         kept = sum(x[0].numel() + d[0].numel() for x, d in self.calls)
-        return self.geometry.weight_shape().numel() <= kept
+        size = self.geometry.weight_shape().numel()
+        most = SETTLED_OVER_KEPT.get(self.calls[0][1].device.type, 1)
+        if size <= kept or size > most * kept:
+            return size <= kept
+        a, d = self._rows(slice(0, 1), compute_dtype(self.calls[0][1]))
+        shape = (a.shape[2], a.shape[3], d.shape[3])
+        return choose_method(*shape) is NormMethod.INSTANTIATE and shape[0] > 1
 
     def settled(self) -> LayerIO:
         return DirectIO(self.name, self.per_example()) if self.settles else self
