@@ -132,6 +132,7 @@ NATURAL = {
     "clamp": ["matched", "printed"],
     "plain_step": [0.5, 1.0, 2.0],
     "floor_base": [0.01, 0.1, 1.0],
+    "clipping": ["flat", "normalised"],
 }
 DIAGONAL = {
     k: v
