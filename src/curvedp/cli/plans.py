@@ -63,9 +63,10 @@ def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:
     if c.clamp == "off":
         rank = f"{c.rank} eigenpairs" if c.rank else "all eigenpairs"
         kind = "absolute" if c.absolute_damping else "relative"
-        what = f"side {c.side}, " if not c.diagonal else "diagonal, "
-        how = f"{what}exponent {c.exponent:g}, "
-        how += "" if c.diagonal else f"{rank}, "
+        squares = c.moments != "kronecker"
+        what = "diagonal" if c.diagonal else f"side {c.side}"
+        how = f"{c.moments if squares else what}, exponent {c.exponent:g}, "
+        how += "" if c.diagonal or squares else f"{rank}, "
         how += f"{kind} damping {c.damping:g}"
     else:
         floor = "no floor" if c.clamp == "none" else f"floor {c.clamp}"

@@ -2,6 +2,7 @@
 
 from curvedp.errors import ConfigurationError
 from curvedp.recipes import (
+    adadps,
     disk,
     dp_adam,
     dp_adambc,
@@ -30,6 +31,7 @@ _PAGES = (
     dp_kfc_disk,
     dp_stp,
     dp_ngd,
+    adadps,
     non_private,
 )
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from curvedp.curvature import Estimate, Refresh
+from curvedp.curvature.estimate import MOMENTS
 from curvedp.curvature.factors import SHARING
+from curvedp.curvature.squares import SQUARES
 from curvedp.errors import ConfigurationError
 from curvedp.probes import LabelRule, Probe
 from curvedp.recipes.types import check_choice, check_least, check_types
@@ -32,6 +34,7 @@ _CHOICES = {
     "side": SIDES,
     "back_map": BACK_MAPS,
     "clamp": CLAMPS,
+    "moments": MOMENTS,
 }
 _LEAST = {"probe_size": 1, "probe_batches": 1, "refresh": 0, "rank": 0}
 #: A clamped map has both sides, all eigenpairs and the root 1/2; no other damping.
@@ -52,6 +55,14 @@ _WHEN_DIAGONAL: dict[str, Any] = {
     "rank": 32,
     "product": False,
     "match_scale": False,
+}
+#: Squares of gradients have no factors, and make a diagonal map of their own.
+_WHEN_SQUARES: dict[str, Any] = {
+    **_WHEN_DIAGONAL,
+    "sharing": "expand",
+    "mean_loss": False,
+    "diagonal": False,
+    "clamp": "off",
 }
 
 
@@ -90,6 +101,8 @@ class Curvature:
             the diagonal of the Kronecker product, with both sides in it. Beside
             ``probe="public"`` it is close to AdaDPS, with squares of per-example
             gradients.
+        moments: what probes estimate: "kronecker" factors; or, for a diagonal map,
+            "batch-squares" (of mean gradients of probe batches) or "example-squares".
     """
 
     probe: str = "synthetic"
@@ -114,6 +127,7 @@ class Curvature:
     mean_loss: bool = False
     leave_out: str = ""
     diagonal: bool = False
+    moments: str = "kronecker"
 
     def __post_init__(self) -> None:
         check_types(self.facts(), {f.name: str(f.type) for f in fields(Curvature)})
@@ -129,6 +143,9 @@ class Curvature:
             )
         self.schedule()
         Damping(self.damping)
+        if self.moments in SQUARES:
+            way_out = "moments = 'kronecker'"
+            self._refuse_others(_WHEN_SQUARES, f"moments = {self.moments!r}", way_out)
         self.whitening(steps=1, step_length=1.0)
         if self.clamp != "off":
             way_out = "clamp = 'off' for a Kronecker map"
@@ -170,6 +187,7 @@ class Curvature:
             self.probe_batches,
             self.sharing,
             self.mean_loss,
+            self.moments,
         )
 
     def whitening(
