@@ -60,7 +60,12 @@ def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:
         "oracle": "THE PRIVATE DATA ITSELF (oracle, for research)",
     }[c.probe]
     labels = {"model": "the model's", "uniform": "uniform", "own": "their own"}
-    if c.clamp == "off":
+    if c.moments == "subspace":
+        rest = f"a residual of share {c.residual_share:g}, clipped to "
+        rest += f"{c.residual_clip:g} of the embedding's norm"
+        how = f"subspace of {c.basis} in each layer, "
+        how += rest if c.residual_share else "no residual"
+    elif c.clamp == "off":
         rank = f"{c.rank} eigenpairs" if c.rank else "all eigenpairs"
         kind = "absolute" if c.absolute_damping else "relative"
         squares = c.moments != "kronecker"

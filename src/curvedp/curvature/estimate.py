@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from curvedp.curvature.factors import SHARING, Factor, Factors, factors_of
+from curvedp.curvature.sketch import sketch_of
 from curvedp.curvature.squares import SQUARES, squares_of
 from curvedp.errors import ConfigurationError
 from curvedp.layers import LayerIO, Recording, as_call
@@ -25,8 +26,8 @@ from curvedp.probes import LabelRule, Probe, draw
 
 __all__ = ["MOMENTS", "Estimate", "PerExampleLoss", "estimate", "probe_pass"]
 
-#: What is estimated: Kronecker factors, or squares of gradients.
-MOMENTS = ("kronecker", *SQUARES)
+#: What is estimated: Kronecker factors, squares of gradients, or where they lie.
+MOMENTS = ("kronecker", *SQUARES, "subspace")
 
 #: ``(output, targets) -> [B]``.
 PerExampleLoss = Callable[[Any, Any], Tensor]
@@ -45,7 +46,9 @@ class Estimate:
         mean_loss: differentiate the mean loss of a probe batch, as DP-KFC's public code
             does: G shrinks by size^2. For reproduction only.
         moments: "kronecker" factors, or squares of gradients coordinate by coordinate
-            (:mod:`curvedp.curvature.squares`).
+            (:mod:`curvedp.curvature.squares`), or the "subspace" that gradients lie in
+            (:mod:`curvedp.curvature.sketch`).
+        basis: dimension of that subspace, in each layer.
     """
 
     probe: Probe
@@ -55,6 +58,7 @@ class Estimate:
     sharing: str = "expand"
     mean_loss: bool = False
     moments: str = "kronecker"
+    basis: int = 50
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.batches < 1:
@@ -83,6 +87,8 @@ class Estimate:
         """What one batch of a layer adds, by first parameter name."""
         if self.moments in SQUARES:
             return squares_of(io, self.moments)
+        if self.moments == "subspace":
+            return sketch_of(io, self.basis)
         return factors_of(io, self.sharing)
 
 

@@ -13,6 +13,7 @@ from curvedp.recipes import (
     dp_ngd,
     dp_sgd,
     dp_stp,
+    gep,
     non_private,
 )
 from curvedp.recipes.base import Recipe
@@ -32,6 +33,7 @@ _PAGES = (
     dp_stp,
     dp_ngd,
     adadps,
+    gep,
     non_private,
 )
 

@@ -133,7 +133,10 @@ class Recipe:
 
     def clipping_rule(self) -> ClippingRule:
         """The clip rule with its bound."""
-        return clipping_rule(self.clipping, self.clip_norm)
+        rule = clipping_rule(self.clipping, self.clip_norm)
+        if self.curvature is not None:
+            self.curvature.check_clipping(rule)
+        return rule
 
     def make_optimiser(
         self, parameters: Iterable[nn.Parameter]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from curvedp.clipping import ClippingRule
 from curvedp.curvature import Estimate, Refresh
 from curvedp.curvature.estimate import MOMENTS
 from curvedp.curvature.factors import SHARING
@@ -18,6 +19,7 @@ from curvedp.whitening import (
     FloorSchedule,
     JointWhitening,
     KroneckerWhitening,
+    SubspaceWhitening,
 )
 from curvedp.whitening.build import SIDES
 
@@ -36,7 +38,7 @@ _CHOICES = {
     "clamp": CLAMPS,
     "moments": MOMENTS,
 }
-_LEAST = {"probe_size": 1, "probe_batches": 1, "refresh": 0, "rank": 0}
+_LEAST = {"probe_size": 1, "probe_batches": 1, "refresh": 0, "rank": 0, "basis": 1}
 #: A clamped map has both sides, all eigenpairs and the root 1/2; no other damping.
 _WHEN_CLAMPED: dict[str, Any] = {
     "side": "both",
@@ -64,6 +66,16 @@ _WHEN_SQUARES: dict[str, Any] = {
     "diagonal": False,
     "clamp": "off",
 }
+#: A subspace has no eigenvalues; what it scaled is scaled back after the noise.
+_WHEN_SUBSPACE: dict[str, Any] = {
+    **_WHEN_SQUARES,
+    "exponent": 0.5,
+    "damping": 0.05,
+    "absolute_damping": False,
+    "leave_out": "",
+    "back_map": "inverse",
+}
+_WITHOUT_SUBSPACE = {"basis": 50, "residual_clip": 1.0, "residual_share": 0.5}
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,12 @@ class Curvature:
             ``probe="public"`` it is close to AdaDPS, with squares of per-example
             gradients.
         moments: what probes estimate: "kronecker" factors; or, for a diagonal map,
-            "batch-squares" (of mean gradients of probe batches) or "example-squares".
+            "batch-squares" (of mean gradients of probe batches) or "example-squares";
+            or the "subspace" that gradients lie in, which is clipped apart from the
+            rest (GEP). ``clip_norm`` is then that of the embedding.
+        basis: dimension of the subspace, in each layer.
+        residual_clip: clip norm of the rest, as a multiple of the embedding's.
+        residual_share: of the squared bound that the rest has; 0 leaves it out.
     """
 
     probe: str = "synthetic"
@@ -128,6 +145,9 @@ class Curvature:
     leave_out: str = ""
     diagonal: bool = False
     moments: str = "kronecker"
+    basis: int = 50
+    residual_clip: float = 1.0
+    residual_share: float = 0.5
 
     def __post_init__(self) -> None:
         check_types(self.facts(), {f.name: str(f.type) for f in fields(Curvature)})
@@ -146,6 +166,13 @@ class Curvature:
         if self.moments in SQUARES:
             way_out = "moments = 'kronecker'"
             self._refuse_others(_WHEN_SQUARES, f"moments = {self.moments!r}", way_out)
+        if self.moments == "subspace":
+            way_out = "moments = 'kronecker'"
+            self._refuse_others(_WHEN_SUBSPACE, "moments = 'subspace'", way_out)
+        else:
+            way_out = "moments = 'subspace'"
+            beside = f"moments = {self.moments!r}"
+            self._refuse_others(_WITHOUT_SUBSPACE, beside, way_out)
         self.whitening(steps=1, step_length=1.0)
         if self.clamp != "off":
             way_out = "clamp = 'off' for a Kronecker map"
@@ -174,6 +201,13 @@ class Curvature:
         """All settings as JSON values."""
         return {name: getattr(self, name) for name in self.setting_names()}
 
+    def check_clipping(self, rule: ClippingRule) -> None:
+        """Refuse a rule that cannot clip the parts of this map by themselves."""
+        whitening = self.whitening(steps=1, step_length=1.0)
+        if isinstance(whitening, SubspaceWhitening):
+            for share in whitening.shares:
+                rule.of_part(share)
+
     def schedule(self) -> Refresh:
         """When factors are estimated."""
         return Refresh(self.refresh or None, self.decay)
@@ -188,17 +222,20 @@ class Curvature:
             self.sharing,
             self.mean_loss,
             self.moments,
+            self.basis,
         )
 
     def whitening(
         self, steps: int, step_length: float
-    ) -> KroneckerWhitening | JointWhitening:
+    ) -> KroneckerWhitening | JointWhitening | SubspaceWhitening:
         """How a map is made of factors.
 
         Args:
             steps: of the run, for the schedule of a clamp's floor.
             step_length: ``eta C`` of this recipe, which a clamp bounds.
         """
+        if self.moments == "subspace":
+            return SubspaceWhitening(self.residual_clip, self.residual_share)
         if self.clamp == "off":
             return KroneckerWhitening(
                 side=self.side,

@@ -25,6 +25,7 @@ from curvedp.whitening import (
     IdentityWhitener,
     JointWhitening,
     KroneckerWhitening,
+    SubspaceWhitening,
     Whitener,
 )
 
@@ -91,7 +92,7 @@ class CurvatureSource:
         coverage: Coverage,
         loss: PerExampleLoss,
         how: Estimate,
-        whitening: KroneckerWhitening | JointWhitening,
+        whitening: KroneckerWhitening | JointWhitening | SubspaceWhitening,
         refresh: Refresh,
         streams: RandomStreams,
     ) -> None:
