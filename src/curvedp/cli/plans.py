@@ -57,6 +57,7 @@ def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:
     inputs = {
         "synthetic": f"synthetic inputs, spectral power {c.spectral_power:g} if images",
         "public": "examples declared public",
+        "releases": "none: releases, with the noise taken out",
         "oracle": "THE PRIVATE DATA ITSELF (oracle, for research)",
     }[c.probe]
     labels = {"model": "the model's", "uniform": "uniform", "own": "their own"}
@@ -77,9 +78,14 @@ def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:
         floor = "no floor" if c.clamp == "none" else f"floor {c.clamp}"
         how = f"products of eigenvalues, {floor}"
     estimates = f"{c.probe_batches} x {c.probe_size} probes, {c.sharing}"
+    if c.probe == "releases":
+        estimates = f"an average of releases (weight of the past {c.decay:g})"
     when = f"every {c.refresh} steps" if c.refresh else "once, before the first step"
     return [
-        ("probe", f"{inputs}; labels {labels[c.labels]}"),
+        (
+            "probe",
+            inputs if c.probe == "releases" else f"{inputs}; labels {labels[c.labels]}",
+        ),
         ("whitening", f"{how}; back-map {c.back_map}"),
         ("refresh", f"{when}, from {estimates}"),
     ]

@@ -12,6 +12,7 @@ from curvedp.recipes import (
     dp_kfc_disk,
     dp_ngd,
     dp_sgd,
+    dp_soap,
     dp_stp,
     gep,
     non_private,
@@ -34,6 +35,7 @@ _PAGES = (
     dp_ngd,
     adadps,
     gep,
+    dp_soap,
     non_private,
 )
 

@@ -127,6 +127,11 @@ class Recipe:
         return [*own, *inner, *self.chain.setting_types()]
 
     @property
+    def probes(self) -> bool:
+        """Whether it looks for curvature with probes, which may be public data."""
+        return self.curvature is not None and self.curvature.probe != "releases"
+
+    @property
     def oracle(self) -> bool:
         """Whether it takes curvature from the private data, so that nothing holds."""
         return self.curvature is not None and self.curvature.probe == "oracle"

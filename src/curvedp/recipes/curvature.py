@@ -26,7 +26,7 @@ from curvedp.whitening.build import SIDES
 __all__ = ["BACK_MAPS", "Curvature"]
 
 BACK_MAPS = ("none", "natural", "inverse")
-PROBES = ("synthetic", "public", "oracle")
+PROBES = ("synthetic", "public", "oracle", "releases")
 LABELS = ("model", "uniform", "own")
 CLAMPS = ("off", "matched", "printed", "none")
 _CHOICES = {
@@ -75,6 +75,17 @@ _WHEN_SUBSPACE: dict[str, Any] = {
     "leave_out": "",
     "back_map": "inverse",
 }
+#: What is learnt from releases needs no probes.
+_WHEN_RELEASED: dict[str, Any] = {
+    "labels": "model",
+    "spectral_power": 3.0,
+    "probe_size": 256,
+    "probe_batches": 4,
+    "sharing": "expand",
+    "mean_loss": False,
+    "moments": "kronecker",
+    "clamp": "off",
+}
 _WITHOUT_SUBSPACE = {"basis": 50, "residual_clip": 1.0, "residual_share": 0.5}
 
 
@@ -84,15 +95,17 @@ class Curvature:
 
     Attributes:
         probe: "synthetic" noise of the inputs' shape, "public" data that the caller
-            gives, or "oracle": the private data itself, for research. A run with an
-            oracle has no guarantee and says so.
+            gives, "releases": what was released so far, with the noise taken out of
+            its moments; or "oracle": the private data itself, for research. A run with
+            an oracle has no guarantee and says so.
         labels: "model" (drawn from its predictions), "uniform", or "own" (of public
             data).
         spectral_power: of synthetic images.
         probe_size: examples of a probe batch.
         probe_batches: how many of them.
         refresh: steps between two estimates; 0 keeps the first one.
-        decay: weight of the past in a moving average of factors.
+        decay: weight of the past in a moving average of factors: of estimates, or of
+            releases.
         sharing: "expand" or "reduce".
         side: "a", "g" or "both".
         exponent: p of the root; 1/2 whitens.
@@ -166,6 +179,9 @@ class Curvature:
         if self.moments in SQUARES:
             way_out = "moments = 'kronecker'"
             self._refuse_others(_WHEN_SQUARES, f"moments = {self.moments!r}", way_out)
+        if self.probe == "releases":
+            way_out = "probe = 'synthetic'"
+            self._refuse_others(_WHEN_RELEASED, "probe = 'releases'", way_out)
         if self.moments == "subspace":
             way_out = "moments = 'kronecker'"
             self._refuse_others(_WHEN_SUBSPACE, "moments = 'subspace'", way_out)
