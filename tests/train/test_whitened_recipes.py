@@ -36,7 +36,9 @@ def model():
 
 def attach(dataset, recipe, own=None, **options):
     own = own or model()
-    settings = SETTINGS if RECIPES[recipe].curvature is not None else {}
+    settings = SETTINGS if RECIPES[recipe].probes else {}
+    if recipe in WHITENING:
+        settings = {**settings, "refresh": 3}
     return make_private(
         own,
         torch.optim.SGD(own.parameters(), lr=0.05),

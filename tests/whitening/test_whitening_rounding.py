@@ -138,3 +138,24 @@ def test_ordinary_gradients_are_hardly_touched():
         assert torch.all(ratio >= 1)
         assert float(ratio.max()) <= 1 + 1e-4
         assert math.isfinite(float(ratio.max()))
+
+
+@pytest.mark.parametrize("largest", [1.5, 1e5])
+def test_terms_that_cancel_in_float32_count_in_a_diagonal_map(largest):
+    """``1e8 + 1 - 1e8`` is 0 in float32 and 1 in the float64 sum."""
+    a = torch.ones(1, 3, P)
+    d = torch.tensor([1e8, 1, -1e8]).reshape(1, 3, 1).expand(1, 3, R).contiguous()
+    diagonal = DiagonalMap({"w": torch.full(SHAPE, largest, dtype=torch.float64)})
+    io = DenseIO("l", "w", None, [(a, d)], LinearGeometry(SHAPE))
+    assert float(io.per_example()["w"].abs().max()) == 0.0
+    for bound in (1e-3, 1.0):
+        reached = contribution(diagonal, io, FlatClipping(bound))
+        assert 0.9 < reached <= 1 + 1e-6
+
+
+def test_repeated_tokens_that_cancel_count_in_a_diagonal_map():
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    d = torch.tensor([1e8, 1, -1e8]).reshape(1, 3, 1).expand(1, 3, P).contiguous()
+    diagonal = DiagonalMap({"w": torch.full(SHAPE, 2.0, dtype=torch.float64)})
+    io = LookupIO("l", "w", R, None, [(ids, d)])
+    assert 0.9 < contribution(diagonal, io, FlatClipping(1e-3)) <= 1 + 1e-6

@@ -57,23 +57,35 @@ def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:
     inputs = {
         "synthetic": f"synthetic inputs, spectral power {c.spectral_power:g} if images",
         "public": "examples declared public",
+        "releases": "none: releases, with the noise taken out",
         "oracle": "THE PRIVATE DATA ITSELF (oracle, for research)",
     }[c.probe]
     labels = {"model": "the model's", "uniform": "uniform", "own": "their own"}
-    if c.clamp == "off":
+    if c.moments == "subspace":
+        rest = f"a residual of share {c.residual_share:g}, clipped to "
+        rest += f"{c.residual_clip:g} of the embedding's norm"
+        how = f"subspace of {c.basis} in each layer, "
+        how += rest if c.residual_share else "no residual"
+    elif c.clamp == "off":
         rank = f"{c.rank} eigenpairs" if c.rank else "all eigenpairs"
         kind = "absolute" if c.absolute_damping else "relative"
-        what = f"side {c.side}, " if not c.diagonal else "diagonal, "
-        how = f"{what}exponent {c.exponent:g}, "
-        how += "" if c.diagonal else f"{rank}, "
+        squares = c.moments != "kronecker"
+        what = "diagonal" if c.diagonal else f"side {c.side}"
+        how = f"{c.moments if squares else what}, exponent {c.exponent:g}, "
+        how += "" if c.diagonal or squares else f"{rank}, "
         how += f"{kind} damping {c.damping:g}"
     else:
         floor = "no floor" if c.clamp == "none" else f"floor {c.clamp}"
         how = f"products of eigenvalues, {floor}"
     estimates = f"{c.probe_batches} x {c.probe_size} probes, {c.sharing}"
+    if c.probe == "releases":
+        estimates = f"an average of releases (weight of the past {c.decay:g})"
     when = f"every {c.refresh} steps" if c.refresh else "once, before the first step"
     return [
-        ("probe", f"{inputs}; labels {labels[c.labels]}"),
+        (
+            "probe",
+            inputs if c.probe == "releases" else f"{inputs}; labels {labels[c.labels]}",
+        ),
         ("whitening", f"{how}; back-map {c.back_map}"),
         ("refresh", f"{when}, from {estimates}"),
     ]

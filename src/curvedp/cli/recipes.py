@@ -84,11 +84,11 @@ def _defaults(recipe: Recipe) -> str:
 
 
 def _whitening(curvature: Curvature) -> str:
-    how = (
-        f"side {curvature.side}, rank {curvature.rank}, damping {curvature.damping:g}"
-        if curvature.clamp == "off"
-        else f"clamp {curvature.clamp}"
-    )
+    how = f"side {curvature.side}, rank {curvature.rank}, damping {curvature.damping:g}"
+    if curvature.moments != "kronecker":
+        how = curvature.moments
+    elif curvature.clamp != "off":
+        how = f"clamp {curvature.clamp}"
     return (
         f"probe {curvature.probe}, {how}, back-map {curvature.back_map}, refresh "
         f"{curvature.refresh}"

@@ -89,6 +89,15 @@ class AdaptiveClipping(ClippingRule):
     def at(self, threshold: float | None) -> AdaptiveClipping:
         return self if threshold is None else replace(self, threshold=threshold)
 
+    def of_part(self, share: float) -> AdaptiveClipping:
+        if share != 1:
+            raise ConfigurationError(
+                "adaptive clipping has one threshold, and this recipe clips parts of a "
+                "gradient by themselves",
+                "choose flat or normalised clipping",
+            )
+        return self
+
     def weights(self, sq_norms: Tensor) -> Tensor:
         norms = sq_norms.sum(0).sqrt()
         weights = (SHRINK / norms).clamp_max(SHRINK / self.threshold)

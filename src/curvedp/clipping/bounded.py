@@ -9,10 +9,11 @@ from torch import Tensor
 
 from curvedp.barrier import ClippedSum
 from curvedp.clipping.rules import ClippingRule
+from curvedp.errors import ConfigurationError
 from curvedp.layers.grouping import grouped
 from curvedp.layers.io import LayerIO
 from curvedp.layers.precision import compute_dtype, exact
-from curvedp.whitening.base import Whitener
+from curvedp.whitening.base import Part, Whitener, parts_of
 
 __all__ = ["clipped_sum", "own_copy"]
 
@@ -30,6 +31,9 @@ def clipped_sum(
     branch_free: bool = False,
 ) -> ClippedSum:
     r"""``sum_i c_i P g_i`` over the units (examples or persons) that are present.
+
+    A map of several parts (:class:`curvedp.whitening.Parted`) has a weight for each:
+    ``sum_i sum_k c_ik P_k g_i``, part k clipped to its share of the bound.
 
     Args:
         ios: one LayerIO for each site of the model.
@@ -53,35 +57,63 @@ def clipped_sum(
     """
     first = next(iter(parameters.values()))
     device = first.device
-    values = {
-        name: torch.zeros(p.shape, device=device, dtype=compute_dtype(p))
-        for name, p in parameters.items()
-    }
+    parts = _checked(parts_of(whitener))
     present = present.to(device)
     with exact(device):
         if slots > 1:
             # a slot without an example is padding, whose gradient is not zero
             ios = [grouped(io.keep(present), slots) for io in ios]
             present = present.reshape(-1, slots).any(1)
-        sq_norms = torch.stack([whitener.sq_norms(io) for io in ios]) * scale**2
+        # [K, L, B]: each part of the map is clipped by itself; mostly there is one
+        sq_norms = scale**2 * torch.stack(
+            [torch.stack([own.whitener.sq_norms(io) for io in ios]) for own in parts]
+        )
         # what a float32 cannot hold counts as non-finite
-        finite = torch.isfinite(sq_norms.sum(0).float())
+        finite = torch.isfinite(sq_norms.sum((0, 1)).float())
         if branch_free or not bool(finite.all()):
             # Replaced, not weighted by zero: 0 * nan is nan and would reach everybody.
             ios = [io.keep(finite) for io in ios]
             sq_norms = torch.where(finite, sq_norms, torch.zeros_like(sq_norms))
         kept = finite & present
-        weights = rule.weights(sq_norms)
-        weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
-        for io, weight in zip(ios, weights, strict=True):
-            # a map may stretch the sum's rounding: it says how precise it has to be
-            dtype = whitener.sum_dtype(io)
-            for name, total in io.weighted_sum(weight, dtype).items():
-                values[name] = values[name] + total
-        mapped = whitener.apply(values)
+        mapped: dict[str, Tensor] = {}
+        for own, norms in zip(parts, sq_norms, strict=True):
+            weights = rule.of_part(own.share).weights(norms)
+            weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
+            total = _weighted_sum(ios, weights, parameters, own.whitener)
+            for name, value in own.whitener.apply(total).items():
+                mapped[name] = mapped[name] + value if name in mapped else value
         summed = {n: v.to(compute_dtype(parameters[n])) for n, v in mapped.items()}
-        summed |= rule.extras(sq_norms, kept)
+        summed |= rule.extras(sq_norms.flatten(0, 1), kept)
         return ClippedSum(summed, rule.bound, whitener.frame, step)
+
+
+def _weighted_sum(
+    ios: Sequence[LayerIO],
+    weights: Tensor,
+    parameters: Mapping[str, Tensor],
+    whitener: Whitener,
+) -> dict[str, Tensor]:
+    """``sum_i c_i g_i`` with weights ``[L, B]``, an entry for every parameter."""
+    total = {
+        name: torch.zeros(p.shape, device=p.device, dtype=compute_dtype(p))
+        for name, p in parameters.items()
+    }
+    for io, weight in zip(ios, weights, strict=True):
+        # a map may stretch the sum's rounding: it says how precise it has to be
+        dtype = whitener.sum_dtype(io)
+        for name, part in io.weighted_sum(weight, dtype).items():
+            total[name] = total[name] + part
+    return total
+
+
+def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Parts whose shares of the bound make up no more than the bound."""
+    if sum(own.share**2 for own in parts) > 1 + 1e-12:
+        raise ConfigurationError(
+            "the parts of a map have more than the whole clip bound between them",
+            "give them shares whose squares add up to at most 1",
+        )
+    return parts
 
 
 def own_copy(part: ClippedSum, step: int) -> ClippedSum:

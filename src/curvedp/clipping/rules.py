@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -65,6 +65,10 @@ class ClippingRule(ABC):
     @abstractmethod
     def weights(self, sq_norms: Tensor) -> Tensor:
         """Weight of every example in every layer. ``[L, B] -> [L, B]``."""
+
+    def of_part(self, share: float) -> ClippingRule:
+        """The rule for an orthogonal part that has a share of the bound."""
+        return self if share == 1 else replace(self, bound=share * self.bound)
 
     def to_json(self) -> dict[str, Any]:
         """The rule as public facts, for ledgers and result files."""

@@ -7,8 +7,11 @@ from curvedp.curvature.factors import (
     Factor,
     Factors,
     LookupFactor,
+    SketchFactor,
+    Spectral,
     factors_of,
     names_of,
+    spectral,
 )
 from curvedp.curvature.moment import SecondMoment, Spectrum
 from curvedp.curvature.schedule import Refresh
@@ -23,6 +26,8 @@ __all__ = [
     "LookupFactor",
     "Refresh",
     "SecondMoment",
+    "SketchFactor",
+    "Spectral",
     "Spectrum",
     "estimate",
     "factors_from_state",
@@ -30,4 +35,5 @@ __all__ = [
     "factors_state",
     "names_of",
     "probe_pass",
+    "spectral",
 ]

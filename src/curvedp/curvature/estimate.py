@@ -16,13 +16,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from curvedp.curvature.factors import SHARING, Factor, Factors, factors_of
+from curvedp.curvature.sketch import sketch_of
+from curvedp.curvature.squares import SQUARES, squares_of
 from curvedp.errors import ConfigurationError
 from curvedp.layers import LayerIO, Recording, as_call
 from curvedp.layers.covered import Covered
 from curvedp.layers.precision import exact
 from curvedp.probes import LabelRule, Probe, draw
 
-__all__ = ["Estimate", "PerExampleLoss", "estimate", "probe_pass"]
+__all__ = ["MOMENTS", "Estimate", "PerExampleLoss", "estimate", "probe_pass"]
+
+#: What is estimated: Kronecker factors, squares of gradients, or where they lie.
+MOMENTS = ("kronecker", *SQUARES, "subspace")
 
 #: ``(output, targets) -> [B]``.
 PerExampleLoss = Callable[[Any, Any], Tensor]
@@ -40,6 +45,10 @@ class Estimate:
         sharing: "expand" or "reduce", for weights that positions share.
         mean_loss: differentiate the mean loss of a probe batch, as DP-KFC's public code
             does: G shrinks by size^2. For reproduction only.
+        moments: "kronecker" factors, or squares of gradients coordinate by coordinate
+            (:mod:`curvedp.curvature.squares`), or the "subspace" that gradients lie in
+            (:mod:`curvedp.curvature.sketch`).
+        basis: dimension of that subspace, in each layer.
     """
 
     probe: Probe
@@ -48,6 +57,8 @@ class Estimate:
     batches: int = 4
     sharing: str = "expand"
     mean_loss: bool = False
+    moments: str = "kronecker"
+    basis: int = 50
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.batches < 1:
@@ -61,6 +72,24 @@ class Estimate:
                 f"unknown sharing {self.sharing!r}",
                 f"choose one of: {', '.join(SHARING)}",
             )
+        if self.moments not in MOMENTS:
+            raise ConfigurationError(
+                f"unknown moments {self.moments!r}",
+                f"choose one of: {', '.join(MOMENTS)}",
+            )
+        if self.mean_loss and self.moments != "kronecker":
+            raise ConfigurationError(
+                f"moments = {self.moments!r} are of per-example losses",
+                "leave mean_loss out; batch-squares are squares of the mean anyway",
+            )
+
+    def of(self, io: LayerIO) -> dict[str, Factor]:
+        """What one batch of a layer adds, by first parameter name."""
+        if self.moments in SQUARES:
+            return squares_of(io, self.moments)
+        if self.moments == "subspace":
+            return sketch_of(io, self.basis)
+        return factors_of(io, self.sharing)
 
 
 def estimate(
@@ -87,7 +116,7 @@ def estimate(
         ios = probe_pass(model, covered, how, loss, generator, parameters)
         with exact(next(model.parameters()).device):
             for io in ios:
-                layers |= factors_of(io, how.sharing)
+                layers |= how.of(io)
         part = Factors(layers, how.probe.provenance)
         total = part if total is None else total + part
     assert total is not None

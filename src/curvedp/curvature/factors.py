@@ -42,7 +42,10 @@ __all__ = [
     "Factor",
     "Factors",
     "LookupFactor",
+    "SketchFactor",
+    "Spectral",
     "factors_of",
+    "spectral",
 ]
 
 SHARING = ("expand", "reduce")
@@ -134,7 +137,42 @@ class DiagonalFactor:
         return self.squares[name].double() / max(self.examples, 1e-300)
 
 
-Factor = DenseFactor | LookupFactor | DiagonalFactor
+@dataclass(frozen=True)
+class SketchFactor:
+    """``sum_i g_i g_i^T W`` with the whole gradient of a layer as one vector of p.
+
+    Attributes:
+        shapes: of its parameters, in the order in which they stand in the vector.
+        sketch: ``[p, k]``, float64; W is the same at every estimate.
+        examples: weighted number of examples.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    sketch: Tensor
+    examples: float
+
+    def __add__(self, other: SketchFactor) -> SketchFactor:
+        examples = self.examples + other.examples
+        return SketchFactor(self.shapes, self.sketch + other.sketch, examples)
+
+    def scaled(self, factor: float) -> SketchFactor:
+        """All weights times a factor."""
+        return SketchFactor(self.shapes, factor * self.sketch, factor * self.examples)
+
+
+#: Factors with eigenvalues, which a root can be taken of.
+Spectral = DenseFactor | LookupFactor | DiagonalFactor
+Factor = Spectral | SketchFactor
+
+
+def spectral(factor: Factor) -> Spectral:
+    """The factor, if it has eigenvalues; a sketch has none and is refused."""
+    if isinstance(factor, SketchFactor):
+        raise ConfigurationError(
+            "a sketch of gradients spans a subspace and has no eigenvalues",
+            "estimate with moments = 'kronecker'",
+        )
+    return factor
 
 
 @dataclass(frozen=True)
@@ -182,7 +220,7 @@ def names_of(factor: Factor) -> tuple[str, ...]:
         return (factor.weight,) if factor.bias is None else (factor.weight, factor.bias)
     if isinstance(factor, LookupFactor):
         return (factor.weight,)
-    return tuple(factor.squares)
+    return tuple(factor.shapes if isinstance(factor, SketchFactor) else factor.squares)
 
 
 def factors_of(io: LayerIO, sharing: str = "expand") -> dict[str, Factor]:

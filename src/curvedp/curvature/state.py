@@ -11,6 +11,7 @@ from curvedp.curvature.factors import (
     Factor,
     Factors,
     LookupFactor,
+    SketchFactor,
 )
 from curvedp.curvature.moment import SecondMoment
 
@@ -41,6 +42,10 @@ def _layer_state(layer: Factor) -> dict[str, Any]:
             "tokens": layer.tokens,
             "g": _moment_state(layer.g),
         }
+    if isinstance(layer, SketchFactor):
+        shapes = {name: list(shape) for name, shape in layer.shapes.items()}
+        own = {"sketch": layer.sketch, "examples": layer.examples}
+        return {"kind": "sketch", "shapes": shapes, **own}
     squares = dict(layer.squares)
     return {"kind": "diagonal", "squares": squares, "examples": layer.examples}
 
@@ -48,7 +53,14 @@ def _layer_state(layer: Factor) -> dict[str, Any]:
 def _layer(state: dict[str, Any]) -> Factor:
     own = {k: v for k, v in state.items() if k != "kind"}
     own |= {name: SecondMoment(**own[name]) for name in ("a", "g") if name in own}
-    kinds = {"dense": DenseFactor, "lookup": LookupFactor, "diagonal": DiagonalFactor}
+    if state["kind"] == "sketch":
+        own["shapes"] = {name: tuple(shape) for name, shape in own["shapes"].items()}
+    kinds = {
+        "dense": DenseFactor,
+        "lookup": LookupFactor,
+        "diagonal": DiagonalFactor,
+        "sketch": SketchFactor,
+    }
     layer: Factor = kinds[state["kind"]](**own)
     return layer
 

@@ -108,8 +108,9 @@ class CompareConfig:
         base = self.base.settled()
         noise = base.unsafe_reproducible_noise
         settings = dict(self.settings.get(recipe, {}))
-        whitens = get_recipe(recipe).curvature is not None
-        probes = whitens and settings.get("probe", "public") == "public"
+        probes = (
+            get_recipe(recipe).probes and settings.get("probe", "public") == "public"
+        )
         return replace(
             base,
             recipe=recipe,

@@ -216,7 +216,7 @@ class RunConfig:
         """The recipe with this run's settings."""
         settings = dict(self.recipe_settings)
         recipe = get_recipe(self.recipe)
-        if self.public_data and recipe.curvature is not None:
+        if self.public_data and recipe.probes:
             settings.setdefault("probe", "public")  # what else would it be for
         return recipe.configure(**settings)
 

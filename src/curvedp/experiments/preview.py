@@ -181,7 +181,7 @@ def _step_seconds(built: BuiltRun, recipe: Recipe, rows: int) -> float:
     times: list[float] = []
     synthetic = _synthetic(built, rows)
     probes = None
-    if recipe.curvature is not None and recipe.curvature.probe != "synthetic":
+    if recipe.curvature is not None and recipe.curvature.probe in ("public", "oracle"):
         recipe = recipe.configure(probe="public")
         probes = PublicProbe(synthetic, allow_repeats=True)
 

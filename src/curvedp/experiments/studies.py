@@ -139,6 +139,8 @@ def open_study(
     built = build_run(config)
     recipe = built.config.configured_recipe()
     settings = recipe.curvature or Curvature()
+    if not recipe.probes or settings.moments != "kronecker":
+        settings = Curvature()  # nothing of its own that a source could be asked for
     settings = Curvature(**{**settings.facts(), **(curvature or {})})
     study = Study.of(built.model, built.loss, built.train)
     public = None

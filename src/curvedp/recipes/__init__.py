@@ -2,6 +2,7 @@
 
 from curvedp.errors import ConfigurationError
 from curvedp.recipes import (
+    adadps,
     disk,
     dp_adam,
     dp_adambc,
@@ -11,7 +12,9 @@ from curvedp.recipes import (
     dp_kfc_disk,
     dp_ngd,
     dp_sgd,
+    dp_soap,
     dp_stp,
+    gep,
     non_private,
 )
 from curvedp.recipes.base import Recipe
@@ -30,6 +33,9 @@ _PAGES = (
     dp_kfc_disk,
     dp_stp,
     dp_ngd,
+    adadps,
+    gep,
+    dp_soap,
     non_private,
 )
 

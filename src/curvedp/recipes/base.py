@@ -127,13 +127,21 @@ class Recipe:
         return [*own, *inner, *self.chain.setting_types()]
 
     @property
+    def probes(self) -> bool:
+        """Whether it looks for curvature with probes, which may be public data."""
+        return self.curvature is not None and self.curvature.probe != "releases"
+
+    @property
     def oracle(self) -> bool:
         """Whether it takes curvature from the private data, so that nothing holds."""
         return self.curvature is not None and self.curvature.probe == "oracle"
 
     def clipping_rule(self) -> ClippingRule:
         """The clip rule with its bound."""
-        return clipping_rule(self.clipping, self.clip_norm)
+        rule = clipping_rule(self.clipping, self.clip_norm)
+        if self.curvature is not None:
+            self.curvature.check_clipping(rule)
+        return rule
 
     def make_optimiser(
         self, parameters: Iterable[nn.Parameter]

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from curvedp.clipping import ClippingRule
 from curvedp.curvature import Estimate, Refresh
+from curvedp.curvature.estimate import MOMENTS
 from curvedp.curvature.factors import SHARING
+from curvedp.curvature.squares import SQUARES
 from curvedp.errors import ConfigurationError
 from curvedp.probes import LabelRule, Probe
 from curvedp.recipes.types import check_choice, check_least, check_types
@@ -16,13 +19,14 @@ from curvedp.whitening import (
     FloorSchedule,
     JointWhitening,
     KroneckerWhitening,
+    SubspaceWhitening,
 )
 from curvedp.whitening.build import SIDES
 
 __all__ = ["BACK_MAPS", "Curvature"]
 
 BACK_MAPS = ("none", "natural", "inverse")
-PROBES = ("synthetic", "public", "oracle")
+PROBES = ("synthetic", "public", "oracle", "releases")
 LABELS = ("model", "uniform", "own")
 CLAMPS = ("off", "matched", "printed", "none")
 _CHOICES = {
@@ -32,8 +36,9 @@ _CHOICES = {
     "side": SIDES,
     "back_map": BACK_MAPS,
     "clamp": CLAMPS,
+    "moments": MOMENTS,
 }
-_LEAST = {"probe_size": 1, "probe_batches": 1, "refresh": 0, "rank": 0}
+_LEAST = {"probe_size": 1, "probe_batches": 1, "refresh": 0, "rank": 0, "basis": 1}
 #: A clamped map has both sides, all eigenpairs and the root 1/2; no other damping.
 _WHEN_CLAMPED: dict[str, Any] = {
     "side": "both",
@@ -53,6 +58,35 @@ _WHEN_DIAGONAL: dict[str, Any] = {
     "product": False,
     "match_scale": False,
 }
+#: Squares of gradients have no factors, and make a diagonal map of their own.
+_WHEN_SQUARES: dict[str, Any] = {
+    **_WHEN_DIAGONAL,
+    "sharing": "expand",
+    "mean_loss": False,
+    "diagonal": False,
+    "clamp": "off",
+}
+#: A subspace has no eigenvalues; what it scaled is scaled back after the noise.
+_WHEN_SUBSPACE: dict[str, Any] = {
+    **_WHEN_SQUARES,
+    "exponent": 0.5,
+    "damping": 0.05,
+    "absolute_damping": False,
+    "leave_out": "",
+    "back_map": "inverse",
+}
+#: What is learnt from releases needs no probes.
+_WHEN_RELEASED: dict[str, Any] = {
+    "labels": "model",
+    "spectral_power": 3.0,
+    "probe_size": 256,
+    "probe_batches": 4,
+    "sharing": "expand",
+    "mean_loss": False,
+    "moments": "kronecker",
+    "clamp": "off",
+}
+_WITHOUT_SUBSPACE = {"basis": 50, "residual_clip": 1.0, "residual_share": 0.5}
 
 
 @dataclass(frozen=True)
@@ -61,15 +95,17 @@ class Curvature:
 
     Attributes:
         probe: "synthetic" noise of the inputs' shape, "public" data that the caller
-            gives, or "oracle": the private data itself, for research. A run with an
-            oracle has no guarantee and says so.
+            gives, "releases": what was released so far, with the noise taken out of
+            its moments; or "oracle": the private data itself, for research. A run with
+            an oracle has no guarantee and says so.
         labels: "model" (drawn from its predictions), "uniform", or "own" (of public
             data).
         spectral_power: of synthetic images.
         probe_size: examples of a probe batch.
         probe_batches: how many of them.
         refresh: steps between two estimates; 0 keeps the first one.
-        decay: weight of the past in a moving average of factors.
+        decay: weight of the past in a moving average of factors: of estimates, or of
+            releases.
         sharing: "expand" or "reduce".
         side: "a", "g" or "both".
         exponent: p of the root; 1/2 whitens.
@@ -90,6 +126,13 @@ class Curvature:
             the diagonal of the Kronecker product, with both sides in it. Beside
             ``probe="public"`` it is close to AdaDPS, with squares of per-example
             gradients.
+        moments: what probes estimate: "kronecker" factors; or, for a diagonal map,
+            "batch-squares" (of mean gradients of probe batches) or "example-squares";
+            or the "subspace" that gradients lie in, which is clipped apart from the
+            rest (GEP). ``clip_norm`` is then that of the embedding.
+        basis: dimension of the subspace, in each layer.
+        residual_clip: clip norm of the rest, as a multiple of the embedding's.
+        residual_share: of the squared bound that the rest has; 0 leaves it out.
     """
 
     probe: str = "synthetic"
@@ -114,6 +157,10 @@ class Curvature:
     mean_loss: bool = False
     leave_out: str = ""
     diagonal: bool = False
+    moments: str = "kronecker"
+    basis: int = 50
+    residual_clip: float = 1.0
+    residual_share: float = 0.5
 
     def __post_init__(self) -> None:
         check_types(self.facts(), {f.name: str(f.type) for f in fields(Curvature)})
@@ -129,6 +176,19 @@ class Curvature:
             )
         self.schedule()
         Damping(self.damping)
+        if self.moments in SQUARES:
+            way_out = "moments = 'kronecker'"
+            self._refuse_others(_WHEN_SQUARES, f"moments = {self.moments!r}", way_out)
+        if self.probe == "releases":
+            way_out = "probe = 'synthetic'"
+            self._refuse_others(_WHEN_RELEASED, "probe = 'releases'", way_out)
+        if self.moments == "subspace":
+            way_out = "moments = 'kronecker'"
+            self._refuse_others(_WHEN_SUBSPACE, "moments = 'subspace'", way_out)
+        else:
+            way_out = "moments = 'subspace'"
+            beside = f"moments = {self.moments!r}"
+            self._refuse_others(_WITHOUT_SUBSPACE, beside, way_out)
         self.whitening(steps=1, step_length=1.0)
         if self.clamp != "off":
             way_out = "clamp = 'off' for a Kronecker map"
@@ -157,6 +217,13 @@ class Curvature:
         """All settings as JSON values."""
         return {name: getattr(self, name) for name in self.setting_names()}
 
+    def check_clipping(self, rule: ClippingRule) -> None:
+        """Refuse a rule that cannot clip the parts of this map by themselves."""
+        whitening = self.whitening(steps=1, step_length=1.0)
+        if isinstance(whitening, SubspaceWhitening):
+            for share in whitening.shares:
+                rule.of_part(share)
+
     def schedule(self) -> Refresh:
         """When factors are estimated."""
         return Refresh(self.refresh or None, self.decay)
@@ -170,17 +237,21 @@ class Curvature:
             self.probe_batches,
             self.sharing,
             self.mean_loss,
+            self.moments,
+            self.basis,
         )
 
     def whitening(
         self, steps: int, step_length: float
-    ) -> KroneckerWhitening | JointWhitening:
+    ) -> KroneckerWhitening | JointWhitening | SubspaceWhitening:
         """How a map is made of factors.
 
         Args:
             steps: of the run, for the schedule of a clamp's floor.
             step_length: ``eta C`` of this recipe, which a clamp bounds.
         """
+        if self.moments == "subspace":
+            return SubspaceWhitening(self.residual_clip, self.residual_share)
         if self.clamp == "off":
             return KroneckerWhitening(
                 side=self.side,

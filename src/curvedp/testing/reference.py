@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 __all__ = [
     "adambc",
     "clipped_sum",
+    "embedded_sums",
     "exponential_average",
     "heavy_ball",
     "kalman_filter",
@@ -121,6 +122,53 @@ def clipped_sum(
             for name in group:
                 total[name] += factor * one[name]
     return total
+
+
+def embedded_sums(
+    gradients: Mapping[str, Tensor],
+    bases: Sequence[tuple[Sequence[str], Tensor]],
+    embedding_clip: float,
+    residual_clip: float,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """GEP by definition: ``sum_i L clip(w_i)`` and ``sum_i clip(g_i - L w_i)``.
+
+    ``w_i = L^T g_i`` with the bases of all groups together; each of the two is clipped
+    as one vector over all groups, and the residual is that of the unclipped embedding.
+
+    Args:
+        gradients: ``[B, *shape]`` by parameter name.
+        bases: names and orthonormal columns ``[p, k]`` of every group; the names' flat
+            gradients stand one below the other.
+        embedding_clip: C0.
+        residual_clip: C1.
+    """
+    size = len(next(iter(gradients.values())))
+    totals = [
+        {n: torch.zeros_like(g[0]).double() for n, g in gradients.items()}
+        for _ in range(2)
+    ]
+    for i in range(size):
+        inside: dict[str, Tensor] = {}
+        coordinates = []
+        for names, basis in bases:
+            flat = torch.cat([gradients[n][i].double().flatten() for n in names])
+            w = [float(column @ flat) for column in basis.double().T]
+            coordinates += w
+            back = torch.zeros_like(flat)
+            for value, column in zip(w, basis.double().T, strict=True):
+                back += value * column
+            sizes = [gradients[n][i].numel() for n in names]
+            for n, piece in zip(names, torch.split(back, sizes), strict=True):
+                inside[n] = piece.reshape(gradients[n][i].shape)
+        outside = {n: gradients[n][i].double() - inside[n] for n in gradients}
+        lengths = (math.hypot(*coordinates), _length(outside, outside))
+        clips = (embedding_clip, residual_clip)
+        parts = (inside, outside)
+        for k in range(2):
+            factor = 1.0 if lengths[k] <= clips[k] else clips[k] / lengths[k]
+            for n, vector in parts[k].items():
+                totals[k][n] += factor * vector
+    return totals[0], totals[1]
 
 
 # -- after the noise: one coordinate, step by step -------------------------------------

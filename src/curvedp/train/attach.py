@@ -23,8 +23,10 @@ from curvedp.train.ledgers import open_ledger
 from curvedp.train.losses import per_example_loss
 from curvedp.train.private import Private
 from curvedp.train.probing import choose_labels, choose_probe
+from curvedp.train.released import ReleasedSource
 from curvedp.train.settings import PrivacySettings
 from curvedp.train.whitened import CurvatureSource, FixedWhitener, WhitenerSource
+from curvedp.whitening import KroneckerWhitening
 
 __all__ = ["make_private"]
 
@@ -139,7 +141,12 @@ def make_private(
     check_optimizer(model, optimizer)
     curvature = chosen.curvature
     whiteners: WhitenerSource = FixedWhitener()
-    if curvature is not None:
+    if curvature is not None and curvature.probe == "releases":
+        whitening = curvature.whitening(plan.sampling.steps, step_length=1.0)
+        assert isinstance(whitening, KroneckerWhitening)  # the settings allow no other
+        schedule = curvature.schedule()
+        whiteners = ReleasedSource(model, coverage, whitening, schedule)
+    elif curvature is not None:
         probe = choose_probe(curvature, probes, template, model, source.dataset)
         step_length = optimizer.param_groups[0]["lr"] * plan.clipping.bound
         whiteners = CurvatureSource(

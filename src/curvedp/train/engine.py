@@ -310,12 +310,13 @@ class Engine:
 
     def apply(self, release: Release) -> None:
         """Move the parameters by a release, fresh or read from the journal."""
+        rule, divisor = self._rule(), self.plan.sampling.expected_batch_size
         self.chain_state, self.threshold = apply_release(
             release,
             self.parameters,
             self.optimizer,
-            expected_batch_size=self.plan.sampling.expected_batch_size,
-            rule=self._rule(),
+            expected_batch_size=divisor,
+            rule=rule,
             chain=self._chain,
             state=self.chain_state,
             back=partial(
@@ -324,6 +325,7 @@ class Engine:
                 back_map=self._back_map,
             ),
         )
+        self.whiteners.observe(release, rule, divisor)
         self.step = release.step + 1
 
     def _rule(self) -> ClippingRule:

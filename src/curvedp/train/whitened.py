@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from curvedp.barrier import Provenance
+from curvedp.barrier import Provenance, Release
+from curvedp.clipping import ClippingRule
 from curvedp.curvature import (
     Estimate,
     Factors,
@@ -25,6 +26,7 @@ from curvedp.whitening import (
     IdentityWhitener,
     JointWhitening,
     KroneckerWhitening,
+    SubspaceWhitening,
     Whitener,
 )
 
@@ -40,6 +42,11 @@ class WhitenerSource(Protocol):
 
     def at(self, step: int) -> Whitener:
         """The whitener of a step; the model has the parameters of that step."""
+
+    def observe(
+        self, release: Release, rule: ClippingRule, expected_batch_size: float
+    ) -> None:
+        """Learn from a release, once it has moved the parameters; or do not."""
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on, for a checkpoint. Public."""
@@ -60,6 +67,11 @@ class FixedWhitener:
 
     def at(self, step: int) -> Whitener:
         return self._whitener
+
+    def observe(
+        self, release: Release, rule: ClippingRule, expected_batch_size: float
+    ) -> None:
+        pass
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -91,7 +103,7 @@ class CurvatureSource:
         coverage: Coverage,
         loss: PerExampleLoss,
         how: Estimate,
-        whitening: KroneckerWhitening | JointWhitening,
+        whitening: KroneckerWhitening | JointWhitening | SubspaceWhitening,
         refresh: Refresh,
         streams: RandomStreams,
     ) -> None:
@@ -122,6 +134,11 @@ class CurvatureSource:
                 )
             self._make(due, self._parameters())
         return self._whitener
+
+    def observe(
+        self, release: Release, rule: ClippingRule, expected_batch_size: float
+    ) -> None:
+        pass
 
     def _parameters(self) -> dict[str, Tensor]:
         named = dict(self._model.named_parameters())

@@ -1,6 +1,6 @@
 """Fixed, public linear maps that reshape each gradient before it is clipped."""
 
-from curvedp.whitening.base import Whitener
+from curvedp.whitening.base import Part, Parted, Whitener, parts_of
 from curvedp.whitening.build import (
     SIDES,
     JointWhitening,
@@ -12,6 +12,11 @@ from curvedp.whitening.identity import IdentityWhitener
 from curvedp.whitening.joint import FloorSchedule, JointMap, matched_floor
 from curvedp.whitening.layerwise import LayerwiseWhitener
 from curvedp.whitening.maps import DiagonalMap, IdentityMap, KroneckerMap, LayerMap
+from curvedp.whitening.subspace import (
+    SubspaceMap,
+    SubspaceWhitener,
+    SubspaceWhitening,
+)
 
 __all__ = [
     "SIDES",
@@ -26,8 +31,14 @@ __all__ = [
     "KroneckerWhitening",
     "LayerMap",
     "LayerwiseWhitener",
+    "Part",
+    "Parted",
+    "SubspaceMap",
+    "SubspaceWhitener",
+    "SubspaceWhitening",
     "Whitener",
     "damped_root",
     "diagonal_whitening",
     "matched_floor",
+    "parts_of",
 ]

@@ -7,14 +7,15 @@ batch is drawn. Clipping happens in its coordinates, its *frame*.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from curvedp.layers.io import LayerIO
 
-__all__ = ["Whitener"]
+__all__ = ["Part", "Parted", "Whitener", "parts_of"]
 
 
 class Whitener(Protocol):
@@ -69,3 +70,36 @@ class Whitener(Protocol):
     def materialize(self, like: Mapping[str, Tensor]) -> Tensor:
         """The matrix of ``P`` on the flattened, concatenated values. For tests."""
         ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several parts that a map is the sum of, clipped by itself.
+
+    Attributes:
+        whitener: the part's map; it need not be invertible.
+        share: of the clip bound, in (0, 1].
+    """
+
+    whitener: Whitener
+    share: float
+
+
+@runtime_checkable
+class Parted(Protocol):
+    """A whitener whose image is a sum of parts that are orthogonal to each other.
+
+    One example then contributes at most ``C sqrt(sum of squared shares) <= C``.
+    """
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Their maps add up to the whole; squared shares add up to at most 1."""
+        ...
+
+
+def parts_of(whitener: Whitener) -> tuple[Part, ...]:
+    """What is clipped by itself: the parts, or the whole where there are none."""
+    if isinstance(whitener, Parted):
+        return whitener.parts
+    return (Part(whitener, 1.0),)

@@ -25,8 +25,10 @@ from curvedp.curvature import (
     Factors,
     LookupFactor,
     SecondMoment,
+    Spectral,
     Spectrum,
     names_of,
+    spectral,
 )
 from curvedp.errors import ConfigurationError
 from curvedp.whitening.damping import Damping, damped_root, diagonal_root
@@ -95,12 +97,12 @@ class KroneckerWhitening:
         maps = [
             IdentityMap(names_of(factor))
             if _left_out(factor, self.leave_out)
-            else self._map(factor, parameters)
+            else self._map(spectral(factor), parameters)
             for factor in factors.layers.values()
         ]
         return _whole(maps, parameters, factors)
 
-    def _map(self, factor: Factor, parameters: Mapping[str, Tensor]) -> LayerMap:
+    def _map(self, factor: Spectral, parameters: Mapping[str, Tensor]) -> LayerMap:
         if isinstance(factor, DiagonalFactor):
             return _diagonal(factor, self.exponent, self.damping)
         shape = parameters[factor.weight].shape
@@ -187,8 +189,10 @@ class JointWhitening:
                 shape = parameters[factor.weight].shape
                 maps.append(DiagonalMap({factor.weight: scales[:, None].expand(shape)}))
             else:
+                own = spectral(factor)
+                assert isinstance(own, DiagonalFactor)
                 scales_of = {
-                    n: factor.mean(n).clamp_min(floor) ** -0.5 for n in factor.squares
+                    n: own.mean(n).clamp_min(floor) ** -0.5 for n in own.squares
                 }
                 maps.append(DiagonalMap(scales_of))
         return _whole(maps, parameters, factors)

@@ -38,6 +38,7 @@ from curvedp.layers.precision import (
     norm_dtype,
     square_dtype,
 )
+from curvedp.layers.widened import widened
 from curvedp.whitening import thin
 from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, LowRankRoot, Root
 
@@ -127,15 +128,22 @@ class DiagonalMap:
         return tuple(self.scales)
 
     def sq_norms(self, io: LayerIO) -> Tensor:
-        plain = io.per_example()
-        grads = {
-            n: g.to(norm_dtype(g)) * self.scales[n].to(norm_dtype(g))
-            for n, g in plain.items()
-        }
+        one = next(iter(io.take(slice(0, 1)).per_example().values()))
+        limit = CHUNK_ELEMENTS.get(one.device.type, CHUNK_ELEMENTS["cpu"])
+        size = max(1, limit // max(1, sum(s.numel() for s in self.scales.values())))
+        parts = [
+            self._sq_norms(io.take(slice(start, start + size)), norm_dtype(one))
+            for start in range(0, io.batch_size, size)
+        ]
+        return torch.cat(parts)
+
+    def _sq_norms(self, io: LayerIO, dtype: torch.dtype) -> Tensor:
+        # written down in the dtype of the sum, or what cancels here is left there
+        wide = widened(io, dtype)
+        grads = {n: g * self.scales[n].to(dtype) for n, g in wide.per_example().items()}
         mapped = DirectIO(io.name, grads).sq_norms()
-        first = next(iter(plain.values()))
-        error = 8 * ROUNDING[norm_dtype(first)] * io.spread()[0]
-        return raised(mapped, self._largest * error)
+        spread, rounding = wide.spread()
+        return raised(mapped, 2 * self._largest * rounding * spread)
 
     @cached_property
     def _largest(self) -> float:

@@ -14,10 +14,11 @@ from curvedp.barrier import Provenance
 from curvedp.curvature import (
     DenseFactor,
     DiagonalFactor,
-    Factor,
     Factors,
     LookupFactor,
     SecondMoment,
+    Spectral,
+    spectral,
 )
 from curvedp.errors import ConfigurationError
 
@@ -110,11 +111,11 @@ def alignment(factors: Factors, oracle: Factors) -> list[Alignment]:
     return [
         row
         for name, factor in factors.layers.items()
-        for row in _rows(name, factor, oracle.layers[name])
+        for row in _rows(name, spectral(factor), spectral(oracle.layers[name]))
     ]
 
 
-def _rows(layer: str, factor: Factor, oracle: Factor) -> Iterator[Alignment]:
+def _rows(layer: str, factor: Spectral, oracle: Spectral) -> Iterator[Alignment]:
     if isinstance(factor, DiagonalFactor):
         assert isinstance(oracle, DiagonalFactor)
         mine, theirs = (
@@ -157,7 +158,7 @@ def _total(products: Tensor) -> _Products:
 def identity_factors(like: Factors) -> Factors:
     """The identity in the place of every factor: what plain DP-SGD assumes."""
 
-    def one(factor: Factor) -> Factor:
+    def one(factor: Spectral) -> Spectral:
         if isinstance(factor, DiagonalFactor):
             ones = {n: torch.ones_like(s) for n, s in factor.squares.items()}
             return DiagonalFactor(ones, 1.0)
@@ -168,7 +169,7 @@ def identity_factors(like: Factors) -> Factors:
         return DenseFactor(factor.weight, factor.bias, _eye(factor.a), g)
 
     # made of shapes alone, wherever the other factors came from
-    layers = {n: one(f) for n, f in like.layers.items()}
+    layers = {n: one(spectral(f)) for n, f in like.layers.items()}
     return Factors(layers, Provenance.SYNTHETIC)
 
 

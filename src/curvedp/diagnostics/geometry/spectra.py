@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvedp.curvature import DenseFactor, Factor, Factors, LookupFactor, SecondMoment
+from curvedp.curvature import (
+    DenseFactor,
+    Factors,
+    LookupFactor,
+    SecondMoment,
+    Spectral,
+    spectral,
+)
 
 __all__ = ["LayerSpectrum", "layer_spectra", "thinned"]
 
@@ -76,11 +83,11 @@ def layer_spectra(factors: Factors, most: int = 400) -> list[LayerSpectrum]:
     return [
         spectrum
         for name, factor in factors.layers.items()
-        for spectrum in _of_layer(name, factor, most)
+        for spectrum in _of_layer(name, spectral(factor), most)
     ]
 
 
-def _of_layer(name: str, factor: Factor, most: int) -> list[LayerSpectrum]:
+def _of_layer(name: str, factor: Spectral, most: int) -> list[LayerSpectrum]:
     if isinstance(factor, DenseFactor | LookupFactor):
         if isinstance(factor, LookupFactor):
             a = factor.counts.double()[None] / max(factor.tokens, 1e-300)
