@@ -13,6 +13,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import rivals
+
 #: Batch and epochs of the tables with DP-NGD.
 NGD_BATCH, NGD_EPOCHS = 1024, 10
 
@@ -38,6 +40,7 @@ class Table:
         untuned: rows that take the chosen settings of an arm, but for a few:
             name -> (arm, settings).
         seeds: paired seeds of the test.
+        paper: what a paper reports for a row, in per cent.
         finalists: trials of an arm, the best ones, that get more seeds before one is
             chosen; with none, one seed chooses.
     """
@@ -55,6 +58,7 @@ class Table:
     untuned: dict[str, tuple[str, dict]] = field(default_factory=dict)
     seeds: int = 5
     finalists: int = 3
+    paper: dict[str, str] = field(default_factory=dict)
 
 
 PLAIN = {
@@ -167,6 +171,24 @@ def ngd_table(data: str, epsilon: float) -> Table:
     )  # fmt: skip
 
 
+# -- table 5: DP-KFC's tables 1 and 6, tuned at epsilon 1 and 8 -----------------------
+
+RIVALS = {
+    name: Arm(own.recipe, own.fixed, own.searched, own.trials)
+    for name, own in rivals.ARMS.items()
+}
+RIVALS_TUNED_IN = {1.0: None, 2.0: 1.0, 5.0: 8.0, 8.0: None}
+
+
+def rivals_table(epsilon: float) -> Table:
+    tuned = RIVALS_TUNED_IN[epsilon]
+    return Table(
+        "rivals", "mnist", "dpkfc-mnist", 256, 5, RIVALS, epsilon=epsilon,
+        tuned_in=None if tuned is None else f"mnist rivals epsilon {tuned:g}",
+        paper=rivals.PAPER[epsilon],
+    )  # fmt: skip
+
+
 TABLES: dict[str, Table] = {
     **{
         f"{data} paper protocol": Table("accuracy", data, "dpkfc-mnist", 256, 5, PAPER)
@@ -183,6 +205,10 @@ TABLES: dict[str, Table] = {
         f"{data} dp-ngd epsilon {epsilon:g}": ngd_table(data, epsilon)
         for data in ("fashion_mnist", "cifar10")
         for epsilon in (1.0, 2.0)
+    },
+    **{
+        f"mnist rivals epsilon {epsilon:g}": rivals_table(epsilon)
+        for epsilon in RIVALS_TUNED_IN
     },
 }  # fmt: skip
 
