@@ -42,6 +42,7 @@ class Stream(Enum):
     FORWARD = 4
     PROBE = 5
     VALIDATION = 6
+    PRETRAINING = 7
 
     @property
     def is_secret(self) -> bool:
