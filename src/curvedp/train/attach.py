@@ -193,7 +193,7 @@ def make_private(
             ledger=ledger,
             loader=loader,
             journal=Journal(folder / "journal", ledger) if folder and journal else None,
-            back_map="none" if curvature is None else curvature.back_map,
+            back_map="none" if curvature is None else curvature.read_out,
         )
         return Private(
             engine,
