@@ -39,6 +39,9 @@ def attach(dataset, recipe, own=None, **options):
     settings = SETTINGS if RECIPES[recipe].probes else {}
     if recipe in WHITENING:
         settings = {**settings, "refresh": 3}
+    if RECIPES[recipe].pretraining is not None:
+        public = PublicProbe(examples(60, seed=9))
+        settings = {"probes": public, "pretrain_epochs": 1, "pretrain_batch_size": 20}
     return make_private(
         own,
         torch.optim.SGD(own.parameters(), lr=0.05),

@@ -77,6 +77,7 @@ def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:
     else:
         floor = "no floor" if c.clamp == "none" else f"floor {c.clamp}"
         how = f"products of eigenvalues, {floor}"
+    order = "" if c.clip_order == "in" else f", clipped {c.clip_order} the map"
     estimates = f"{c.probe_batches} x {c.probe_size} probes, {c.sharing}"
     if c.probe == "releases":
         estimates = f"an average of releases (weight of the past {c.decay:g})"
@@ -86,7 +87,7 @@ def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:
             "probe",
             inputs if c.probe == "releases" else f"{inputs}; labels {labels[c.labels]}",
         ),
-        ("whitening", f"{how}; back-map {c.back_map}"),
+        ("whitening", f"{how}; back-map {c.back_map}{order}"),
         ("refresh", f"{when}, from {estimates}"),
     ]
 

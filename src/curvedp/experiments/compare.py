@@ -109,7 +109,8 @@ class CompareConfig:
         noise = base.unsafe_reproducible_noise
         settings = dict(self.settings.get(recipe, {}))
         probes = (
-            get_recipe(recipe).probes and settings.get("probe", "public") == "public"
+            get_recipe(recipe).takes_public_data
+            and settings.get("probe", "public") == "public"
         )
         return replace(
             base,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -120,7 +120,8 @@ def preview_run(built: BuiltRun) -> Preview:
             unsafe=unsafe,
             trusted_loss=False,
             oracle=recipe.oracle,
-            public_probe=built.probe is not None,
+            public_probe=built.probe is not None and recipe.probes,
+            pretrained=recipe.pretraining is not None,
         )
     parameters = [p for p in built.model.parameters() if p.requires_grad]
     physical = config.physical_batch_size or default_physical_batch_size(
@@ -181,6 +182,7 @@ def _step_seconds(built: BuiltRun, recipe: Recipe, rows: int) -> float:
     times: list[float] = []
     synthetic = _synthetic(built, rows)
     probes = None
+    recipe = replace(recipe, pretraining=None)  # before the steps
     if recipe.curvature is not None and recipe.curvature.probe in ("public", "oracle"):
         recipe = recipe.configure(probe="public")
         probes = PublicProbe(synthetic, allow_repeats=True)

@@ -13,7 +13,6 @@ from curvedp.data import DataSource
 from curvedp.errors import ConfigurationError, DataError
 from curvedp.experiments.config import RunConfig
 from curvedp.probes import PublicProbe
-from curvedp.recipes import Curvature
 
 __all__ = ["public_probe"]
 
@@ -32,22 +31,36 @@ def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
     recipe = config.configured_recipe()
     curvature = recipe.curvature
     if not config.public_data:
+        if recipe.pretraining is not None:
+            raise ConfigurationError(
+                f"the recipe {recipe.name!r} pretrains on public data, and none was "
+                "given",
+                "give --public-data PATH with labelled data that is declared public",
+            )
         if curvature is not None and curvature.probe == "public":
             raise ConfigurationError(
                 "the recipe's probe is 'public', and no public data was given",
                 "give --public-data PATH with data that is declared public",
             )
         return None
-    if curvature is None or curvature.probe != "public":
+    probing = curvature is not None and curvature.probe == "public"
+    if not probing and recipe.pretraining is None:
         probe = "takes none" if curvature is None else f"has probe {curvature.probe!r}"
         raise ConfigurationError(
             f"public data was given, and the recipe {recipe.name!r} {probe}",
-            "choose a recipe that whitens, with --set probe=public, or give no "
-            "--public-data",
+            "choose a recipe that pretrains, or one that whitens with --set "
+            "probe=public, or give no --public-data",
         )
     _refuse_private_data(config)
     public = datasets.load(config.public_data, **config.public_data_options)
-    _check(public, private, curvature)
+    own_labels = recipe.pretraining is not None
+    sizes: dict[str, int] = {}
+    if recipe.pretraining is not None:
+        sizes["pretrain_batch_size"] = recipe.pretraining.pretrain_batch_size
+    if curvature is not None and probing:
+        own_labels = own_labels or curvature.labels == "own"
+        sizes["probe_size"] = curvature.probe_size
+    _check(public, private, own_labels=own_labels, sizes=sizes)
     return PublicProbe(public.train, name=Path(config.public_data).name)
 
 
@@ -60,7 +73,9 @@ def _refuse_private_data(config: RunConfig) -> None:
         )
 
 
-def _check(public: DataSource, private: DataSource, curvature: Curvature) -> None:
+def _check(
+    public: DataSource, private: DataSource, *, own_labels: bool, sizes: dict[str, int]
+) -> None:
     if public.input_shape != private.input_shape:
         raise DataError(
             f"an input of {public.name} has shape {list(public.input_shape)}, and the "
@@ -68,16 +83,17 @@ def _check(public: DataSource, private: DataSource, curvature: Curvature) -> Non
             "prepare the public data as the private data was",
         )
     own = (public.task, public.num_outputs) != (private.task, private.num_outputs)
-    if curvature.labels == "own" and own:
+    if own_labels and own:
         raise DataError(
             f"{public.name} is a {public.task.value} of {public.num_outputs} outputs, "
             f"and the private data a {private.task.value} of {private.num_outputs}: "
             "its own labels do not fit the model",
-            "use --set labels=model",
+            "use --set labels=model for probes; pretraining needs the same labels",
         )
-    if len(public.train) < curvature.probe_size:
-        raise DataError(
-            f"{public.name} has {len(public.train)} examples, and a probe batch takes "
-            f"{curvature.probe_size}",
-            f"use --set probe_size={len(public.train)}, or more data",
-        )
+    for name, size in sizes.items():
+        if len(public.train) < size:
+            raise DataError(
+                f"{public.name} has {len(public.train)} examples, and a batch takes "
+                f"{size}",
+                f"use --set {name}={len(public.train)}, or more data",
+            )

@@ -43,6 +43,7 @@ class Stream(Enum):
     PROBE = 5
     VALIDATION = 6
     VIEWS = 7
+    PRETRAINING = 8
 
     @property
     def is_secret(self) -> bool:

@@ -12,6 +12,7 @@ from curvedp.recipes import (
     dp_kfc_disk,
     dp_ngd,
     dp_sgd,
+    dp_sgd_pt,
     dp_soap,
     dp_stp,
     gep,
@@ -19,8 +20,16 @@ from curvedp.recipes import (
 )
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.curvature import BACK_MAPS, Curvature
+from curvedp.recipes.pretraining import Pretraining
 
-__all__ = ["BACK_MAPS", "RECIPES", "Curvature", "Recipe", "get_recipe"]
+__all__ = [
+    "BACK_MAPS",
+    "RECIPES",
+    "Curvature",
+    "Pretraining",
+    "Recipe",
+    "get_recipe",
+]
 
 _PAGES = (
     dp_sgd,
@@ -36,6 +45,7 @@ _PAGES = (
     adadps,
     gep,
     dp_soap,
+    dp_sgd_pt,
     non_private,
 )
 

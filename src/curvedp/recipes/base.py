@@ -17,6 +17,7 @@ from torch import nn
 from curvedp.clipping import ClippingRule, clipping_rule
 from curvedp.errors import ConfigurationError
 from curvedp.recipes.curvature import Curvature
+from curvedp.recipes.pretraining import Pretraining
 from curvedp.recipes.types import check_least, check_types
 from curvedp.update import Chain, Transform
 
@@ -30,7 +31,16 @@ _OPTIMISERS: dict[str, type[torch.optim.Optimizer]] = {
 
 
 #: What makes the method and is not a setting of it.
-_FIXED = {"name", "summary", "private", "chain", "optimiser", "curvature", "modes"}
+_FIXED = {
+    "name",
+    "summary",
+    "private",
+    "chain",
+    "optimiser",
+    "curvature",
+    "pretraining",
+    "modes",
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,8 @@ class Recipe:
         chain: transforms on the released gradient. Their fields are settings of the
             recipe, by the same names.
         curvature: how gradients are whitened before clipping; None leaves them alone.
+        pretraining: how parameters are trained on public data before the first private
+            step; None starts from those that the model has.
         modes: further sets of defaults by name, for ``configure(mode=...)``.
     """
 
@@ -66,6 +78,7 @@ class Recipe:
     clip_norm: float = 1.0
     chain: Chain = field(default_factory=Chain)
     curvature: Curvature | None = None
+    pretraining: Pretraining | None = None
     modes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -113,9 +126,13 @@ class Recipe:
         names = [] if self.curvature is None else self.curvature.setting_names()
         inner = {k: v for k, v in given.items() if k in names}
         after = {k: v for k, v in given.items() if k in self.chain.setting_types()}
-        outer = {k: v for k, v in given.items() if k not in inner and k not in after}
+        before = {k: v for k, v in given.items() if k in self._pretraining_names()}
+        elsewhere = inner.keys() | after.keys() | before.keys()
+        outer = {k: v for k, v in given.items() if k not in elsewhere}
         if self.curvature is not None and inner:
             outer["curvature"] = replace(self.curvature, **inner)
+        if self.pretraining is not None and before:
+            outer["pretraining"] = replace(self.pretraining, **before)
         if after:
             outer["chain"] = self.chain.configured(after)
         return replace(self, **outer)
@@ -124,12 +141,21 @@ class Recipe:
         """What a user may set."""
         own = [f.name for f in fields(Recipe) if f.name not in _FIXED]
         inner = [] if self.curvature is None else self.curvature.setting_names()
-        return [*own, *inner, *self.chain.setting_types()]
+        before = self._pretraining_names()
+        return [*own, *inner, *before, *self.chain.setting_types()]
+
+    def _pretraining_names(self) -> list[str]:
+        return [] if self.pretraining is None else self.pretraining.setting_names()
 
     @property
     def probes(self) -> bool:
         """Whether it looks for curvature with probes, which may be public data."""
         return self.curvature is not None and self.curvature.probe != "releases"
+
+    @property
+    def takes_public_data(self) -> bool:
+        """Whether public data has a use: as probes, or to pretrain on."""
+        return self.probes or self.pretraining is not None
 
     @property
     def oracle(self) -> bool:
@@ -163,4 +189,5 @@ class Recipe:
         settings = {name: value for name, value in own.items() if name not in _FIXED}
         inner = {} if self.curvature is None else self.curvature.facts()
         named = {"name": self.name, "optimiser": self.optimiser}
-        return {**named, **settings, **inner, **self.chain.facts()}
+        before = {} if self.pretraining is None else self.pretraining.facts()
+        return {**named, **settings, **inner, **before, **self.chain.facts()}

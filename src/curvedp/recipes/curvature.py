@@ -26,6 +26,7 @@ from curvedp.whitening.build import SIDES
 __all__ = ["BACK_MAPS", "Curvature"]
 
 BACK_MAPS = ("none", "natural", "inverse")
+CLIP_ORDERS = ("before", "in", "after")
 PROBES = ("synthetic", "public", "oracle", "releases")
 LABELS = ("model", "uniform", "own")
 CLAMPS = ("off", "matched", "printed", "none")
@@ -35,6 +36,7 @@ _CHOICES = {
     "sharing": SHARING,
     "side": SIDES,
     "back_map": BACK_MAPS,
+    "clip_order": CLIP_ORDERS,
     "clamp": CLAMPS,
     "moments": MOMENTS,
 }
@@ -74,6 +76,7 @@ _WHEN_SUBSPACE: dict[str, Any] = {
     "absolute_damping": False,
     "leave_out": "",
     "back_map": "inverse",
+    "clip_order": "in",
 }
 #: What is learnt from releases needs no probes.
 _WHEN_RELEASED: dict[str, Any] = {
@@ -85,6 +88,7 @@ _WHEN_RELEASED: dict[str, Any] = {
     "mean_loss": False,
     "moments": "kronecker",
     "clamp": "off",
+    "clip_order": "in",
 }
 _WITHOUT_SUBSPACE = {"basis": 50, "residual_clip": 1.0, "residual_share": 0.5}
 
@@ -115,6 +119,8 @@ class Curvature:
         match_scale: keep the mean squared norm of probe gradients layer by layer.
         back_map: what the noisy sum goes through: "none", "natural" (the adjoint) or
             "inverse".
+        clip_order: clip and add noise "in" the whitened space; or, of a natural
+            gradient, "before" the map (it then acts on the noisy sum) or "after" it.
         clamp: "off" for a Kronecker map; otherwise DP-NGD's joint map with the floor
             "matched", as "printed", or "none".
         plain_step: ``eta_sgd C_sgd`` that the floor of a clamp is matched to.
@@ -150,6 +156,7 @@ class Curvature:
     product: bool = False
     match_scale: bool = False
     back_map: str = "none"
+    clip_order: str = "in"
     clamp: str = "off"
     plain_step: float = 2.0
     floor_base: float = 0.01
@@ -176,6 +183,7 @@ class Curvature:
             )
         self.schedule()
         Damping(self.damping)
+        self._check_order()
         if self.moments in SQUARES:
             way_out = "moments = 'kronecker'"
             self._refuse_others(_WHEN_SQUARES, f"moments = {self.moments!r}", way_out)
@@ -207,6 +215,25 @@ class Curvature:
                     f"{name} = {getattr(self, name)!r} has no effect beside {beside}",
                     f"set {name} = {value!r}, or {way_out}",
                 )
+
+    def _check_order(self) -> None:
+        if self.clip_order == "in":
+            return
+        if self.back_map != "natural" or self.exponent > 0.5:
+            raise ConfigurationError(
+                f"clip_order = {self.clip_order!r} is about the natural gradient, the "
+                f"map applied twice; back_map is {self.back_map!r}, the exponent "
+                f"{self.exponent:g}",
+                "set back_map = 'natural' and an exponent of up to 0.5, or clip_order "
+                "= 'in'",
+            )
+
+    @property
+    def read_out(self) -> str:
+        """What the noisy sum goes through; see :func:`curvedp.update.read_out`."""
+        return {"before": "forward", "after": "none"}.get(
+            self.clip_order, self.back_map
+        )
 
     @staticmethod
     def setting_names() -> list[str]:
@@ -255,7 +282,7 @@ class Curvature:
         if self.clamp == "off":
             return KroneckerWhitening(
                 side=self.side,
-                exponent=self.exponent,
+                exponent=self._map_exponent,
                 damping=Damping(self.damping, relative=not self.absolute_damping),
                 rank=self.rank or None,
                 product=self.product,
@@ -274,4 +301,10 @@ class Curvature:
             matched=self.clamp == "matched",
             share=schedule.share,
             clamp=self.clamp != "none",
+            exponent=self._map_exponent,
         )
+
+    @property
+    def _map_exponent(self) -> float:
+        """The map applied twice has twice the exponent: it is symmetric."""
+        return self.exponent if self.clip_order == "in" else 2 * self.exponent

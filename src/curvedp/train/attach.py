@@ -15,12 +15,14 @@ from curvedp.plan import Plan
 from curvedp.probes import LabelRule, Probe
 from curvedp.recipes import Recipe, get_recipe
 from curvedp.sampling import People
+from curvedp.train.checkpoint import checkpoint_folders
 from curvedp.train.datasets import Augment, TrainingData, chosen_views
 from curvedp.train.engine import Engine
 from curvedp.train.guard import check_optimizer, refuse_processes
 from curvedp.train.journal import Journal
 from curvedp.train.ledgers import open_ledger
 from curvedp.train.losses import per_example_loss
+from curvedp.train.pretrain import pretrain, public_examples
 from curvedp.train.private import Private
 from curvedp.train.probing import choose_labels, choose_probe
 from curvedp.train.released import ReleasedSource
@@ -29,6 +31,9 @@ from curvedp.train.whitened import CurvatureSource, FixedWhitener, WhitenerSourc
 from curvedp.whitening import KroneckerWhitening
 
 __all__ = ["make_private"]
+
+#: Settings of a recipe that a hand-written loop's own optimiser has.
+_OF_THE_OPTIMISER = {"learning_rate", "momentum", "weight_decay"}
 
 
 def make_private(
@@ -59,7 +64,8 @@ def make_private(
     """Attach a privacy plan to a model, its optimiser and its training data.
 
     Args:
-        model: any module without layers that mix examples; it is not changed.
+        model: any module without layers that mix examples. Nothing is changed in it but
+            its parameters: by training, and before that by a recipe that pretrains.
         optimizer: any torch optimiser over all trainable parameters; groups, weight
             decay and schedulers keep working.
         dataset: map-style with a length, or a ``DataLoader``, of which dataset, collate
@@ -89,7 +95,8 @@ def make_private(
             a crash loses no step that was paid for. It writes as many bytes a step as
             the model has; without it, steps since the last checkpoint are paid again.
         probes: where a recipe that whitens looks for curvature, in the place of
-            synthetic inputs of the data's shape: a :class:`curvedp.probes.Probe`.
+            synthetic inputs of the data's shape: a :class:`curvedp.probes.Probe`. For a
+            recipe that pretrains, the public examples to do it on.
         labels: label rule of the probes, where the loss does not say it.
         synthetic: makes synthetic batches for the attach-time check, where shapes and
             dtypes of the data are not enough to make up valid inputs.
@@ -103,9 +110,9 @@ def make_private(
             ``noise_multiplier``; ``delta``; ``batch_size`` and ``epochs``, or
             ``sample_rate``, ``steps`` and ``expected_batch_size``; ``relation``;
             ``accountant``; ``allow_large_delta``; ``secure``. The recipe's
-            ``clip_norm``, ``clipping``, the settings of its transforms and, where it
-            whitens, ``mode`` and the settings of :class:`curvedp.recipes.Curvature`
-            are taken too.
+            ``clip_norm``, ``clipping``, ``mode``, the settings of its transforms and,
+            where it whitens or pretrains, those of :class:`curvedp.recipes.Curvature`
+            and :class:`curvedp.recipes.Pretraining` are taken too.
 
     Guarantees:
         After any number of the loop's steps, the parameters are (epsilon, delta)-DP
@@ -118,9 +125,10 @@ def make_private(
             "train without make_private, or choose a private recipe",
         )
     refuse_processes()
-    inner = [] if chosen.curvature is None else chosen.curvature.setting_names()
-    names = ["clip_norm", "clipping", "mode", *inner, *chosen.chain.setting_types()]
+    known = ["mode", *chosen.setting_names()]
+    names = [name for name in known if name not in _OF_THE_OPTIMISER]
     chosen = chosen.configure(**{name: settings.pop(name, None) for name in names})
+    public = None if chosen.pretraining is None else public_examples(probes)
     plan_settings = PrivacySettings.of(settings)
     slots = examples_per_person
     group = _people(people, slots)
@@ -160,6 +168,11 @@ def make_private(
         )
     # The folder is touched last: nothing is left behind by what was refused above.
     folder = None if run_dir is None else Path(run_dir)
+    # what a checkpoint holds would take the place of these parameters
+    begun = folder is not None and bool(checkpoint_folders(folder / "checkpoints"))
+    if chosen.pretraining is not None and public is not None and not begun:
+        own_loss = _required(checked_loss, chosen)
+        pretrain(model, own_loss, public, chosen.pretraining, streams)
     ledger = open_ledger(
         folder,
         plan,
@@ -188,7 +201,7 @@ def make_private(
             ledger=ledger,
             loader=loader,
             journal=Journal(folder / "journal", ledger) if folder and journal else None,
-            back_map="none" if curvature is None else curvature.back_map,
+            back_map="none" if curvature is None else curvature.read_out,
         )
         return Private(
             engine,
@@ -230,8 +243,8 @@ def _recordable(
 def _required(loss: PerExampleLoss | None, recipe: Recipe) -> PerExampleLoss:
     if loss is None:
         raise ConfigurationError(
-            f"the recipe {recipe.name!r} finds curvature with the loss, and "
-            "make_private was given none",
+            f"the recipe {recipe.name!r} needs the loss on its own examples, to find "
+            "curvature or to pretrain, and make_private was given none",
             "pass loss=..., and use private.loss in the loop",
         )
     return loss

@@ -40,9 +40,11 @@ from curvedp.train.guard import (
 from curvedp.train.journal import Journal
 from curvedp.train.whitened import WhitenerSource
 from curvedp.update import Chain, apply_release, read_out
+from curvedp.whitening import IdentityWhitener, Whitener
 
 __all__ = ["Engine"]
 
+_AS_IT_IS = IdentityWhitener()
 _NO_BATCH = (
     "optimizer.step() without a batch from private.loader",
     "iterate over private.loader; a private step takes no other data",
@@ -67,7 +69,8 @@ class Engine:
         plan: sampling, clipping, noise and accounting.
         coverage: verified sites of the model.
         whiteners: gives the map before clipping, at each step.
-        back_map: how a release leaves the whitener's coordinates.
+        back_map: how a release leaves the whitener's coordinates. With "forward" it was
+            never in them: gradients are clipped and get noise as they are.
         chain: transforms on the released mean gradient.
         streams: all randomness.
         ledger: where steps are paid.
@@ -246,7 +249,7 @@ class Engine:
         part = clipped_sum(
             recording.layer_ios(),
             self._rule(),
-            self.whiteners.at(batch.step),
+            self._clip_map(batch.step),
             parameters=self.parameters,
             present=batch.present,
             step=batch.step,
@@ -266,7 +269,7 @@ class Engine:
             *batch,
             opened.present,
             rule=self._rule(),
-            whitener=self.whiteners.at(opened.step),
+            whitener=self._clip_map(opened.step),
             step=opened.step,
             point=self._point(),
         )
@@ -327,6 +330,10 @@ class Engine:
         )
         self.whiteners.observe(release, rule, divisor)
         self.step = release.step + 1
+
+    def _clip_map(self, step: int) -> Whitener:
+        """The map in whose coordinates gradients are clipped and get their noise."""
+        return _AS_IT_IS if self._back_map == "forward" else self.whiteners.at(step)
 
     def _rule(self) -> ClippingRule:
         """The clip rule as releases so far have made it."""

@@ -64,6 +64,7 @@ def make_statement(
     oracle: bool = False,
     public_probe: bool = False,
     views: Views | None = None,
+    pretrained: bool = False,
 ) -> Statement:
     """The statement of a run as it stands.
 
@@ -115,6 +116,11 @@ def make_statement(
     if public_probe:
         caveats.insert(
             0, "whoever is in the data that was declared public, to probe curvature"
+        )
+    if pretrained:
+        lines.append(("start", "parameters trained on data that was declared public"))
+        caveats.insert(
+            0, "whoever is in the data that was declared public, to pretrain on"
         )
     if planned is None:
         lines[0] = (

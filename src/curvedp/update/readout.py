@@ -21,14 +21,18 @@ def read_out(gradient: Gradient, whitener: Whitener, back_map: str) -> Gradient:
                                                                natural gradient step
     ``inverse``  ``P^-1 v``  ``t ||row j of P^-1||^2``         unbiased but for
                                                                clipping
+    ``forward``  ``M v``     ``t ||row j of M||^2``            the sum was clipped as it
+                                                               is, and is mapped now
     ===========  ==========  ================================  ======================
 
     ``t = (s C / B)^2`` is the variance of the noise in every coordinate of ``v``. Noise
     that was white is not so after a back-map, and coordinates are correlated; the
-    variance of each is exact.
+    variance of each is exact. Maps are symmetric, so their rows are their columns.
     """
     if back_map == "natural":
         values: Values = whitener.adjoint(gradient.values)
+    elif back_map == "forward":
+        values = whitener.apply(gradient.values)
     elif back_map == "inverse":
         values = whitener.inverse(gradient.values)
     else:

@@ -148,12 +148,14 @@ class JointWhitening:
             ``ratio^2`` as printed in the paper.
         share: of the safe floor, by step; None clamps at the safe floor throughout.
         clamp: False clamps (almost) nothing, to show what then happens.
+        exponent: of the products; 1/2 whitens.
     """
 
     ratio: float
     matched: bool = True
     share: Callable[[int], float] | None = None
     clamp: bool = True
+    exponent: float = 0.5
 
     def build(
         self, factors: Factors, parameters: Mapping[str, Tensor], step: int = 0
@@ -180,19 +182,21 @@ class JointWhitening:
                         g.vectors,
                         g.values,
                         floor,
+                        self.exponent,
                     )
                 )
             elif isinstance(factor, LookupFactor):
                 rows = factor.counts.double() / max(factor.tokens, 1.0)
                 mean = float(factor.g.trace().mean()) / factor.g.size
-                scales = (rows * mean).clamp_min(floor) ** -0.5
+                scales = (rows * mean).clamp_min(floor) ** -self.exponent
                 shape = parameters[factor.weight].shape
                 maps.append(DiagonalMap({factor.weight: scales[:, None].expand(shape)}))
             else:
                 own = spectral(factor)
                 assert isinstance(own, DiagonalFactor)
                 scales_of = {
-                    n: own.mean(n).clamp_min(floor) ** -0.5 for n in own.squares
+                    n: own.mean(n).clamp_min(floor) ** -self.exponent
+                    for n in own.squares
                 }
                 maps.append(DiagonalMap(scales_of))
         return _whole(maps, parameters, factors)

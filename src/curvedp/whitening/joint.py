@@ -38,6 +38,7 @@ class JointMap(DenseMap):
         outputs: ``Q_G [G, r, h]``.
         output_values: ``m [G, h]``.
         floor: smallest product; 0 clamps nothing and needs full bases.
+        exponent: of the products; 1/2 whitens, 1 is the natural gradient's map.
     """
 
     inputs: Tensor
@@ -45,11 +46,12 @@ class JointMap(DenseMap):
     outputs: Tensor
     output_values: Tensor
     floor: float
+    exponent: float = 0.5
 
     @cached_property
     def scales(self) -> Tensor:
         """``S [G, h, k]``."""
-        return self.products.clamp_min(self.floor) ** -0.5
+        return self.products.clamp_min(self.floor) ** -self.exponent
 
     @property
     def products(self) -> Tensor:
@@ -59,7 +61,7 @@ class JointMap(DenseMap):
     @property
     def _rest(self) -> float:
         """The map of everything outside the bases."""
-        return self.floor**-0.5 if self.floor > 0 else 0.0
+        return self.floor**-self.exponent if self.floor > 0 else 0.0
 
     def sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, DenseIO):
@@ -144,6 +146,7 @@ class JointMap(DenseMap):
             "outputs": self.outputs,
             "output_values": self.output_values,
             "floor": self.floor,
+            "exponent": self.exponent,
         }
 
 

@@ -128,6 +128,8 @@ class DiagonalMap:
         return tuple(self.scales)
 
     def sq_norms(self, io: LayerIO) -> Tensor:
+        if isinstance(io, DenseIO) and io.rows(slice(0, 1))[0].shape[2] == 1:
+            return self._of_products(io)
         one = next(iter(io.take(slice(0, 1)).per_example().values()))
         limit = CHUNK_ELEMENTS.get(one.device.type, CHUNK_ELEMENTS["cpu"])
         size = max(1, limit // max(1, sum(s.numel() for s in self.scales.values())))
@@ -136,6 +138,22 @@ class DiagonalMap:
             for start in range(0, io.batch_size, size)
         ]
         return torch.cat(parts)
+
+    def _of_products(self, io: DenseIO) -> Tensor:
+        """``sum_jk (d_j s_jk a_k)^2`` of one position: no gradient is written down."""
+        a, d = io.rows(dtype=norm_dtype(io.calls[0][1]))  # [B, G, 1, p], [B, G, 1, r]
+        groups, r = d.shape[1], d.shape[3]
+        scales = self.scales[io.weight].reshape(groups, r, -1)
+        if io.bias is not None:
+            bias = self.scales[io.bias].reshape(groups, r, 1)
+            scales = torch.cat([scales, bias], -1)
+        # directions and lengths apart: squares of small numbers would vanish
+        (a, a_lengths), (d, d_lengths) = _directions(a), _directions(d)
+        squares = (d.square() @ scales.square().to(d.device, d.dtype)) * a.square()
+        # a sum of squares: rounding is relative, nothing can cancel
+        rounding = 4 * (a.shape[3] + r + 8) * ROUNDING[d.dtype]
+        lengths = (a_lengths * d_lengths).square()  # [B, G]
+        return (squares.double().sum((2, 3)) * lengths).sum(1) * (1 + rounding)
 
     def _sq_norms(self, io: LayerIO, dtype: torch.dtype) -> Tensor:
         # written down in the dtype of the sum, or what cancels here is left there
@@ -341,6 +359,13 @@ class KroneckerMap(DenseMap):
     def tensors(self) -> dict[str, Any]:
         left, right = self.left.tensors(), self.right.tensors()
         return {"left": left, "right": right, "scale": self.scale}
+
+
+def _directions(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows ``[B, G, 1, n]`` of length 1, or 0, and their lengths ``[B, G]``."""
+    lengths = torch.linalg.vector_norm(_wide(x), dim=-1, keepdim=True)
+    safe = torch.where(lengths == 0, torch.ones_like(lengths), lengths)
+    return (_wide(x) / safe).to(x.dtype), lengths[..., 0, 0]
 
 
 def _sq_norms(g: Tensor) -> Tensor:

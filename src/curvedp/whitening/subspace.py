@@ -221,7 +221,7 @@ class SubspaceWhitening:
         known = {name for own in maps for name in own.names}
         for name, p in parameters.items():
             if name not in known:
-                none = torch.zeros(p.numel(), 0, dtype=torch.float64)
+                none = p.new_zeros(p.numel(), 0, dtype=torch.float64)
                 maps.append(SubspaceMap({name: tuple(p.shape)}, none, inside, outside))
         return SubspaceWhitener(maps, self.shares, parameters, factors.provenance)
 

@@ -1,0 +1,53 @@
+"""Settings of recipes that start from parameters trained on public data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from curvedp.errors import ConfigurationError
+from curvedp.recipes.types import check_least, check_types
+
+__all__ = ["Pretraining"]
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """Plain SGD on a dataset that is declared public, before the first private step.
+
+    Attributes:
+        pretrain_epochs: passes over the public dataset, in the number of its batches.
+        pretrain_batch_size: examples of a batch, drawn at random.
+        pretrain_learning_rate: of SGD, constant.
+        pretrain_momentum: of SGD.
+    """
+
+    pretrain_epochs: int = 10
+    pretrain_batch_size: int = 64
+    pretrain_learning_rate: float = 0.05
+    pretrain_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_types(self.facts(), {f.name: str(f.type) for f in fields(Pretraining)})
+        check_least("pretrain_epochs", self.pretrain_epochs, 1)
+        check_least("pretrain_batch_size", self.pretrain_batch_size, 1)
+        check_least("pretrain_momentum", self.pretrain_momentum, 0.0)
+        rate = self.pretrain_learning_rate
+        if not (math.isfinite(rate) and rate > 0):
+            raise ConfigurationError(
+                f"pretrain_learning_rate is {rate!r}", "give a positive number"
+            )
+
+    @staticmethod
+    def setting_names() -> list[str]:
+        """What a user may set."""
+        return [f.name for f in fields(Pretraining)]
+
+    def facts(self) -> dict[str, Any]:
+        """All settings as JSON values."""
+        return {name: getattr(self, name) for name in self.setting_names()}
+
+    def steps(self, examples: int) -> int:
+        """Of a public dataset with so many examples."""
+        return self.pretrain_epochs * max(1, examples // self.pretrain_batch_size)
