@@ -68,6 +68,19 @@ _OPTIONS: dict[str, Any] = {
             "--public-option",
         ),
     ],
+    "validation_data": Annotated[
+        str | None,
+        _option(_WHAT, "Data declared public, to evaluate on (as --data)."),
+    ],
+    "validation_option": Annotated[
+        list[str] | None,
+        _option(
+            _WHAT,
+            "KEY=VALUE declared about the validation data.",
+            "-V",
+            "--validation-option",
+        ),
+    ],
     "epsilon": Annotated[
         float | None, _option(_PRIVACY, "Privacy budget; calibrates the noise.")
     ],
@@ -118,6 +131,15 @@ _OPTIONS: dict[str, Any] = {
     "validation": Annotated[
         float | None,
         _option(_RUN, "Share of the training data to evaluate on, not the test split."),
+    ],
+    "validation_is_public": Annotated[
+        bool,
+        _option(
+            _RUN,
+            "Declare that nobody in that share needs protection.",
+            "--validation-is-public",
+            shown=False,
+        ),
     ],
     "loss": Annotated[
         str | None,
@@ -170,7 +192,7 @@ _PRIVACY_KEYS = (
     "expected_batch_size", "secure",
 )  # fmt: skip
 _RUN_KEYS = (
-    "physical_batch_size", "validation", "loss", "seed", "checkpoint_every", "device",
+    "physical_batch_size", "validation", "validation_is_public", "loss", "seed", "checkpoint_every", "device",
     "cuda_graph",
     "show_private_training_loss", "unsafe_reproducible_noise",
 )  # fmt: skip
@@ -179,6 +201,7 @@ _NAMED = (
     ("data", "source", "data_option"),
     ("model", "name", "model_option"),
     ("public_data", "source", "public_option"),
+    ("validation_data", "source", "validation_option"),
 )
 #: Settings that are text whatever they look like, such as a layer named 0.
 _TEXTS = ("leave_out",)

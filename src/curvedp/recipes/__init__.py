@@ -16,8 +16,18 @@ from curvedp.recipes import (
 )
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.curvature import BACK_MAPS, Curvature
+from curvedp.recipes.search import Choice, Range, SearchSpace
 
-__all__ = ["BACK_MAPS", "RECIPES", "Curvature", "Recipe", "get_recipe"]
+__all__ = [
+    "BACK_MAPS",
+    "RECIPES",
+    "Choice",
+    "Curvature",
+    "Range",
+    "Recipe",
+    "SearchSpace",
+    "get_recipe",
+]
 
 _PAGES = (
     dp_sgd,

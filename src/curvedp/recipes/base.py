@@ -17,6 +17,7 @@ from torch import nn
 from curvedp.clipping import ClippingRule, clipping_rule
 from curvedp.errors import ConfigurationError
 from curvedp.recipes.curvature import Curvature
+from curvedp.recipes.search import Range, SearchSpace
 from curvedp.recipes.types import check_least, check_types
 from curvedp.update import Chain, Transform
 
@@ -30,7 +31,11 @@ _OPTIMISERS: dict[str, type[torch.optim.Optimizer]] = {
 
 
 #: What makes the method and is not a setting of it.
-_FIXED = {"name", "summary", "private", "chain", "optimiser", "curvature", "modes"}
+_FIXED = {
+    "name", "summary", "private", "chain", "optimiser", "curvature", "modes", "search"
+}  # fmt: skip
+#: How far a search of the learning rate goes where a recipe declares none.
+_FACTOR = 10.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Recipe:
             recipe, by the same names.
         curvature: how gradients are whitened before clipping; None leaves them alone.
         modes: further sets of defaults by name, for ``configure(mode=...)``.
+        search: what ``curvedp sweep`` searches of the settings, and where.
     """
 
     name: str
@@ -67,9 +73,16 @@ class Recipe:
     chain: Chain = field(default_factory=Chain)
     curvature: Curvature | None = None
     modes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    search: SearchSpace = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = self.setting_names()
+        unknown = sorted(set(self.search) - set(names))
+        if unknown:
+            raise ConfigurationError(
+                f"recipe {self.name!r} searches {unknown[0]!r}, which is no setting",
+                f"its settings are: {', '.join(names)}",
+            )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigurationError(
@@ -125,6 +138,24 @@ class Recipe:
         own = [f.name for f in fields(Recipe) if f.name not in _FIXED]
         inner = [] if self.curvature is None else self.curvature.setting_names()
         return [*own, *inner, *self.chain.setting_types()]
+
+    def search_space(self, mode: str | None = None) -> SearchSpace:
+        """What is searched, in the default mode or another.
+
+        Another mode fixes what it sets. For its learning rate, and for that of a recipe
+        that declares no search, it is a factor of ten to both sides of the default.
+        """
+        if mode is None or mode == "default":
+            own, declared = self, dict(self.search)
+        else:
+            own = self._in_mode(mode)
+            kept = self.search.keys() - self.modes[mode].keys() - {"learning_rate"}
+            declared = {k: v for k, v in self.search.items() if k in kept}
+        if "learning_rate" not in declared and (own is not self or not declared):
+            rate = own.learning_rate
+            near = Range(rate / _FACTOR, rate * _FACTOR, log=True)
+            declared = {"learning_rate": near, **declared}
+        return declared
 
     @property
     def oracle(self) -> bool:
