@@ -13,7 +13,7 @@ import typer
 from curvedp.cli.parameters import extend_signature
 from curvedp.errors import ConfigurationError, DataError
 
-__all__ = ["parse_pairs", "takes_run_settings"]
+__all__ = ["parse_pairs", "read_value", "takes_run_settings"]
 
 _WHAT, _PRIVACY, _SAMPLING = "Data and model", "Privacy", "Sampling"
 _RUN, _UNSAFE = "Run", "Against privacy"
@@ -192,8 +192,8 @@ _PRIVACY_KEYS = (
     "expected_batch_size", "secure",
 )  # fmt: skip
 _RUN_KEYS = (
-    "physical_batch_size", "validation", "validation_is_public", "loss", "seed", "checkpoint_every", "device",
-    "cuda_graph",
+    "physical_batch_size", "validation", "validation_is_public", "loss", "seed",
+    "checkpoint_every", "device", "cuda_graph",
     "show_private_training_loss", "unsafe_reproducible_noise",
 )  # fmt: skip
 #: Table in the file, the key that names the thing, and the option for its details.
@@ -278,11 +278,16 @@ def parse_pairs(pairs: list[str], option: str) -> dict[str, Any]:
         if key.rpartition(".")[2] in _TEXTS:
             table[key] = text
             continue
-        try:
-            table[key] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            table[key] = text
+        table[key] = read_value(text)
     return table
+
+
+def read_value(text: str) -> Any:
+    """A value as TOML reads it; what is none is text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -144,9 +144,7 @@ def build_run(config: RunConfig, *, to_train: bool = True) -> BuiltRun:
     device = choose_device(config.device)
     # a run that is judged by validation cannot see the test part, not even by mistake
     judged_by_test = config.validation is None and not config.validation_data
-    source = datasets.load(
-        config.data, with_test=judged_by_test, **config.data_options
-    )
+    source = datasets.load(config.data, with_test=judged_by_test, **config.data_options)
     train, held_out, split = _parts(config, source)
     probe = public_probe(config, source) if to_train else None
     metrics = _metrics(config, source.task)

@@ -297,7 +297,8 @@ _OPTIONS = {
 
 
 def _refuse_nameless(name: str, key: str, value: Any) -> None:
-    if name in ("public_data", "validation_data") and not (isinstance(value, str) and value):
+    optional = name in ("public_data", "validation_data")
+    if optional and not (isinstance(value, str) and value):
         raise ConfigurationError(
             f"[{name}] has no {key}", f'give {key} = "..." or leave the table out'
         )
