@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from curvedp.recipes import Choice
 
 __all__ = ["Claimed", "Study", "Trial", "default_storage", "hidden"]
 
-_FACTS = "curvedp"
+_FACTS, _CLAIMS = "curvedp", ".claims"
 _PLACE, _REASON, _EXTRA = "place", "reason", "extra"
 #: A worker writes where it works right after it got a trial; whoever has not for this
 #: long was killed in between.
@@ -35,6 +36,7 @@ _ORPHANED_AFTER = 60.0
 _PATIENCE = 30.0
 #: Seconds that SQLite waits for another process's write.
 _BUSY = 60.0
+_OPENINGS = 5
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,6 @@ class Study:
         name: str,
         facts: Mapping[str, Any],
         number: Callable[[], int],
-        seed_is_given: bool = True,
     ) -> Study:
         """Make the study, or join the one that is there.
 
@@ -116,7 +117,6 @@ class Study:
             facts: what the workers must agree on beside the config, JSON values.
             number: draws the number of trials; called once for a study, by the worker
                 that makes it, and before there is a trial.
-            seed_is_given: False takes over the seed of a study that is there.
 
         Raises:
             ConfigurationError: the study was made with other settings.
@@ -128,14 +128,23 @@ class Study:
             study, mine = _create_or_load(optuna, storage, name, config, folder, url)
             if mine and _FACTS not in study.user_attrs:
                 # one value, written at once: there, or not there
-                drawn = {"trials": number(), "seed": config.base.seed}
                 own = {**config.facts(), **facts}
-                study.set_user_attr(_FACTS, {"facts": own, **drawn})
+                study.set_user_attr(_FACTS, {"facts": own, "trials": number()})
             stored = _wait_for_facts(study, name, url)
-        if not seed_is_given:
-            config = config.with_seed(stored["seed"])
         _refuse_other(stored["facts"], {**config.facts(), **facts}, name)
         return cls(study, config, folder, url, int(stored["trials"]))
+
+    @staticmethod
+    def seed_of(url: str, name: str) -> int | None:
+        """The seed of a study that is there; None if there is none."""
+        optuna = _optuna()
+        with _storage_errors(url):
+            storage = _open_storage(optuna, url)
+            if name not in optuna.get_all_study_names(storage):
+                return None
+            study = optuna.load_study(study_name=name, storage=storage)
+            facts = _wait_for_facts(study, name, url)["facts"]
+        return int(facts["base"]["seed"])
 
     def trials(self) -> list[Trial]:
         """All trials of the sweep so far, by number."""
@@ -181,6 +190,10 @@ class Study:
             if t.state == "running" and t.place not in (None, self.place)
         ]
 
+    def clear_claims(self) -> None:
+        """Remove the locks that killed workers left, when every trial has ended."""
+        shutil.rmtree(self.folder / "trials" / _CLAIMS, ignore_errors=True)
+
     # -- claims -----------------------------------------------------------------------
 
     def _take_over(self, held: contextlib.ExitStack) -> Claimed | None:
@@ -216,7 +229,7 @@ class Study:
         return own_file or age > _ORPHANED_AFTER
 
     def _lock(self, held: contextlib.ExitStack, number: int) -> bool:
-        lock = sole_writer(self.folder / "trials" / ".claims" / f"{number:05d}")
+        lock = sole_writer(self.folder / "trials" / _CLAIMS / f"{number:05d}")
         try:
             held.enter_context(lock)
         except StorageError:
@@ -273,6 +286,13 @@ def _open_storage(optuna: Any, url: str) -> Any:
     options: dict[str, Any] = {"pool_pre_ping": True}
     if url.startswith("sqlite:"):
         options = {"connect_args": {"timeout": _BUSY}}
+    for _ in range(_OPENINGS - 1):
+        try:
+            return optuna.storages.RDBStorage(url, engine_kwargs=options)
+        except Exception as error:
+            if "already exists" not in str(error):
+                raise
+            time.sleep(0.2)  # another worker makes its tables at this moment
     return optuna.storages.RDBStorage(url, engine_kwargs=options)
 
 

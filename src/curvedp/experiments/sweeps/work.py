@@ -37,7 +37,7 @@ from curvedp.experiments.sweeps.study import (
     hidden,
 )
 from curvedp.locks import sole_writer
-from curvedp.storage import read_json, write_json
+from curvedp.storage import clear_leftovers, read_json, write_json
 from curvedp.train import Progress
 
 __all__ = ["OpenSweep", "open_sweep", "resume_sweep", "sweep"]
@@ -48,7 +48,8 @@ OnProgress = Callable[[int, Progress], None]
 OnWait = Callable[[list[Trial]], None]
 
 _POLL = 0.5
-_PATIENCE = 60.0
+#: Whoever opens a sweep loads its data and finds its noise meanwhile.
+_PATIENCE = 600.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class OpenSweep:
         stop = stop or StopRequest()
         if self.prepared.counted is not None:
             facts = {"recipe": self.prepared.config.base.recipe, "curvedp": __version__}
-            self.prepared.counted.pay(self.folder, facts)
+            with _alone(self.folder):  # another worker may be about to do so
+                self.prepared.counted.pay(self.folder, facts)
         while not stop.requested:
             with self.study.claimed() as claim:
                 if claim is not None:
@@ -82,6 +84,8 @@ class OpenSweep:
                     continue
             if self.study.is_complete():
                 with _alone(self.folder):
+                    self.study.clear_claims()
+                    clear_leftovers(self.folder)
                     return conclude(self.study, self.prepared, self.folder)
             if on_wait is not None:
                 on_wait(self.study.elsewhere())
@@ -195,39 +199,53 @@ def open_sweep(
         target: the budget of a counted sweep whose noise was found before.
         seed_is_given: False takes over the seed of a study that is there.
     """
-    known = is_sweep(folder)
-    if known:
-        stored = _read(folder)
-        storage = storage or stored["storage"]
-        study = study or stored["study"]
-        if not seed_is_given:
-            config = config.with_seed(stored["config"]["base"]["seed"])
-    else:
-        refuse_existing(folder)
-    name = study or f"{Path(config.base.data).stem}-{config.base.recipe}"
-    prepared = prepare(config, target)
+    if not is_sweep(folder):
+        refuse_existing(folder)  # before a lock is put into what is not ours
     with _alone(folder):
-        if not known and not is_sweep(folder):
+        if is_sweep(folder):
+            stored = _read(folder)
+            storage, study = storage or stored["storage"], study or stored["study"]
+        else:
             refuse_existing(folder)  # again: somebody may have been faster
-            _write(folder, prepared, storage, name)
-        try:
-            opened = Study.open(
-                prepared.config,
-                folder,
-                url=storage or default_storage(folder),
-                name=name,
-                facts=prepared.facts(),
-                number=_number_of(prepared.config),
-                seed_is_given=seed_is_given,
+        name = study or f"{Path(config.base.data).stem}-{config.base.recipe}"
+        url = storage or default_storage(folder)
+        if not seed_is_given:
+            # of the study: the split, and so the size of its parts, follow from it
+            config = config.with_seed(
+                _seed_of_study(folder, url, name) or _seed(config)
             )
-        except CurvedpError:
-            if not known:
-                _clear(folder)
-            raise
-        if not known and opened.config != prepared.config:  # the study's seed
-            prepared = replace(prepared, config=opened.config)
-            _write(folder, prepared, storage, name)
-    return OpenSweep(replace(prepared, config=opened.config), opened, folder)
+        prepared = prepare(config, target)
+        return _open(prepared, folder, storage, name)
+
+
+def _open(prepared: Prepared, folder: Path, storage: str, name: str) -> OpenSweep:
+    mine = not is_sweep(folder)
+    if mine:
+        _write(folder, prepared, storage, name)
+    try:
+        opened = Study.open(
+            prepared.config,
+            folder,
+            url=storage or default_storage(folder),
+            name=name,
+            facts=prepared.facts(),
+            number=_number_of(prepared.config),
+        )
+    except CurvedpError:
+        if mine:
+            _clear(folder)
+        raise
+    return OpenSweep(prepared, opened, folder)
+
+
+def _seed_of_study(folder: Path, url: str, name: str) -> int | None:
+    """The seed that is stored already; None for a study that is still to be made."""
+    if is_sweep(folder):
+        seed = _read(folder)["config"]["base"]["seed"]
+    else:
+        own_file = url == default_storage(folder)
+        seed = None if own_file else Study.seed_of(url, name)
+    return None if seed is None else int(seed)
 
 
 def resume_sweep(folder: Path, *, device: str | None = None) -> OpenSweep:
