@@ -255,15 +255,15 @@ def test_another_sweep_does_not_go_into_the_folder(base, tmp_path):
 def test_a_shared_storage_joins_two_folders(base, tmp_path):
     url = f"sqlite:///{tmp_path / 'shared.db'}"
     one = open_sweep(make(base, trials=4), tmp_path / "one", storage=url)
-    # another seed was drawn there: the study's is taken over
     two = open_sweep(
-        make(replace(base, seed=77), trials=4),
+        make(replace(base, seed=77), trials=4),  # a seed that nobody asked for
         tmp_path / "two",
         storage=url,
         seed_is_given=False,
     )
     assert two.prepared.config.base.seed == base.seed
-    with two.study.claimed() as claim:
+    with two.study.claimed() as claim, one.study.claimed() as other:
+        assert claim.number != other.number  # what runs elsewhere is left alone
         two._run(claim, None, StopRequest())
     done = one.work()
     places = {row.place.rsplit("/", 1)[1] for row in done.rows}

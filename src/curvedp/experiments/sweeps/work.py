@@ -211,9 +211,8 @@ def open_sweep(
         url = storage or default_storage(folder)
         if not seed_is_given:
             # of the study: the split, and so the size of its parts, follow from it
-            config = config.with_seed(
-                _seed_of_study(folder, url, name) or _seed(config)
-            )
+            seed = _seed_of_study(folder, url, name)
+            config = config if seed is None else config.with_seed(seed)
         prepared = prepare(config, target)
         return _open(prepared, folder, storage, name)
 
