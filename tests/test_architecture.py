@@ -16,7 +16,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LONGEST_FILE = 450
 
 #: What a bare GPU machine lacks; see the import contracts in pyproject.toml.
-OPTIONAL = ["dp_accounting", "typer", "rich", "matplotlib", "safetensors", "PIL"]
+OPTIONAL = [
+    "dp_accounting", "typer", "rich", "matplotlib", "safetensors", "PIL", "optuna"
+]  # fmt: skip
 
 
 def name_of(path):

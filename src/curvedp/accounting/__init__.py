@@ -16,6 +16,7 @@ from curvedp.accounting.events import (
     Event,
     GaussianEvent,
     PoissonGaussianEvent,
+    RepeatAndSelectEvent,
     event_from_json,
     repeated,
     tally,
@@ -23,6 +24,7 @@ from curvedp.accounting.events import (
 from curvedp.accounting.ledger import Ledger, read_ledger
 from curvedp.accounting.memory import MemoryLedger
 from curvedp.accounting.records import LedgerHeader, LedgerRecord, Note, Payment
+from curvedp.accounting.selection import Repeats, calibrate_selected_sigma
 
 __all__ = [
     "Accountant",
@@ -38,6 +40,9 @@ __all__ = [
     "Payment",
     "PoissonGaussianEvent",
     "RDPAccountant",
+    "RepeatAndSelectEvent",
+    "Repeats",
+    "calibrate_selected_sigma",
     "calibrate_sigma",
     "calibrate_steps",
     "epsilon_of",

@@ -21,6 +21,7 @@ from curvedp.accounting.events import (
     Event,
     GaussianEvent,
     PoissonGaussianEvent,
+    RepeatAndSelectEvent,
     tally,
 )
 from curvedp.barrier import Relation
@@ -236,7 +237,27 @@ def _(event: PoissonGaussianEvent, dp: Any) -> Any:
     return dp.PoissonSampledDpEvent(event.sample_rate, gaussian)
 
 
+@_renyi_event.register
+def _(event: ComposedEvent, dp: Any) -> Any:
+    parts = [(_renyi_event(e, dp), n) for e, n in event.leaves() if n > 0]
+    return dp.ComposedDpEvent([dp.SelfComposedDpEvent(e, n) for e, n in parts])
+
+
+@_renyi_event.register
+def _(event: RepeatAndSelectEvent, dp: Any) -> Any:
+    from dp_accounting import dp_event  # the package itself does not list this one
+
+    inner = _renyi_event(event.event, dp)
+    return dp_event.RepeatAndSelectDpEvent(inner, event.mean, event.shape)
+
+
 def _unknown(event: Event, accountant: str) -> UnknownEventError:
+    if isinstance(event, RepeatAndSelectEvent):
+        return UnknownEventError(
+            f"the {accountant} accountant does not know the cost of the best of "
+            "several trials",
+            "use the accountant 'rdp'",
+        )
     return UnknownEventError(
         f"the {accountant} accountant does not know the cost of {type(event).__name__}",
         "use an accountant that does, or register a rule for it in "
@@ -301,6 +322,9 @@ def _loss_range(event: Event, count: int, relation: Relation) -> float:
     sampling at rate q bounds the mean by q/2s^2 (convexity) and by q^2 (e^(1/s^2) - 1)
     (chi-square), and the second moment likewise.
     """
+    if isinstance(event, RepeatAndSelectEvent):
+        inner = tally([event.event]).parts
+        return count * sum(_loss_range(e, n, relation) for e, n in inner if n > 0)
     sigma = getattr(event, "noise_multiplier", 1.0)
     rate = getattr(event, "sample_rate", 1.0)
     sigma /= 2.0 if relation is Relation.REPLACE_ONE else 1.0

@@ -25,7 +25,7 @@ from curvedp.accounting.events import PoissonGaussianEvent, repeated
 from curvedp.barrier import Relation
 from curvedp.errors import ConfigurationError
 
-__all__ = ["calibrate_sigma", "calibrate_steps", "epsilon_of"]
+__all__ = ["calibrate_sigma", "calibrate_steps", "epsilon_of", "solve_sigma"]
 
 _CALIBRATION_GRID = 1e-3
 # Below this share of the target the coarse grid has wasted budget (it does so where
@@ -135,6 +135,47 @@ def calibrate_steps(
     )
 
 
+def solve_sigma(
+    spent: Callable[[float], float],
+    epsilon: float,
+    delta: float,
+    rate: float,
+    steps: int,
+    *,
+    near: float | None = None,
+) -> float:
+    """Smallest sigma, rounded up, at which ``spent(sigma)`` is at most ``epsilon``.
+
+    Args:
+        spent: epsilon of the whole run, falling in sigma.
+        epsilon: the target.
+        delta: for the first guess and for messages.
+        rate: sample rate, for the first guess.
+        steps: number of steps, likewise.
+        near: a sigma close to the result, in place of the guess.
+    """
+
+    def excess(log_sigma: float) -> float:
+        return _log_ratio(spent(math.exp(log_sigma)), epsilon)
+
+    # Central limit: n steps of rate q cost about q sqrt(n) / sigma standard deviations.
+    spread = rate * math.sqrt(steps) * math.sqrt(2.0 * math.log(1.0 / delta))
+    guess = min(max(0.5, spread / epsilon), _MAX_SIGMA / 2)
+    start, stride = (guess, 0.25) if near is None else (near, 0.02)
+    bad, good = _bracket_sigma(excess, math.log(start), stride, epsilon, delta)
+    _, good = _narrow(
+        excess,
+        bad,
+        good,
+        snap=lambda x, _bad, _good: x,
+        closed=lambda bad, good: good - bad <= _LOG_SIGMA_TOLERANCE,
+    )
+    sigma = _round_up(math.exp(good))
+    while spent(sigma) > epsilon:  # rounding errors are not monotone
+        sigma = _round_up(sigma * (1.0 + 1e-4))
+    return sigma
+
+
 @lru_cache(maxsize=256)
 def _calibrate_sigma(
     epsilon: float,
@@ -148,27 +189,16 @@ def _calibrate_sigma(
         event = repeated(PoissonGaussianEvent(sigma, rate), steps)
         return by.epsilon(event, relation, delta)
 
-    def solve(by: Accountant, start: float, stride: float) -> float:
-        def excess(log_sigma: float) -> float:
-            return _log_ratio(spent(math.exp(log_sigma), by), epsilon)
+    def solve(by: Accountant, near: float | None = None) -> float:
+        def own(sigma: float) -> float:
+            return spent(sigma, by)
 
-        bad, good = _bracket_sigma(excess, math.log(start), stride, epsilon, delta)
-        _, good = _narrow(
-            excess,
-            bad,
-            good,
-            snap=lambda x, _bad, _good: x,
-            closed=lambda bad, good: good - bad <= _LOG_SIGMA_TOLERANCE,
-        )
-        return _round_up(math.exp(good))
+        return solve_sigma(own, epsilon, delta, rate, steps, near=near)
 
-    # Central limit: n steps of rate q cost about q sqrt(n) / sigma standard deviations.
-    spread = rate * math.sqrt(steps) * math.sqrt(2.0 * math.log(1.0 / delta))
-    start = min(max(0.5, spread / epsilon), _MAX_SIGMA / 2)
     search = _coarser(accountant)
-    sigma = solve(search, start, 0.25)
+    sigma = solve(search)
     if search != accountant and spent(sigma, accountant) < _WASTEFUL * epsilon:
-        search, sigma = accountant, solve(accountant, sigma, 0.02)
+        search, sigma = accountant, solve(accountant, sigma)
     # The two accountants round differently, and rounding errors are not monotone.
     while max(spent(sigma, search), spent(sigma, accountant)) > epsilon:
         sigma = _round_up(sigma * (1.0 + 1e-4))

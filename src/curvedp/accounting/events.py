@@ -10,6 +10,7 @@ A new mechanism is one class here, with a ``kind`` of its own, and one conversio
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ __all__ = [
     "Event",
     "GaussianEvent",
     "PoissonGaussianEvent",
+    "RepeatAndSelectEvent",
     "event_from_json",
     "repeated",
     "tally",
@@ -170,6 +172,58 @@ class ComposedEvent(Event):
             raise ConfigurationError("a composed event needs a list 'parts' of objects")
         return cls(
             tuple((event_from_json(p.get("event")), p.get("count")) for p in parts)
+        )
+
+
+@dataclass(frozen=True)
+class RepeatAndSelectEvent(Event):
+    """An event a random number of times, of which the best output alone is released.
+
+    See :mod:`curvedp.accounting.selection` for what must hold. RDP alone knows it.
+
+    Attributes:
+        event: of one trial.
+        mean: expected number of trials, at least 1.
+        shape: of the law of their number: infinity is Poisson, 1 geometric, 0
+            logarithmic, anything else a truncated negative binomial.
+    """
+
+    event: Event
+    mean: float
+    shape: float
+    kind: ClassVar[str] = "repeat-and-select"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.event, Event):
+            raise ConfigurationError(f"{self.event!r} is not an event")
+        if not (is_number(self.mean) and self.mean >= 1):
+            raise ConfigurationError(
+                f"the expected number of trials is {self.mean!r}", "give 1 or more"
+            )
+        if not (self.shape == math.inf or (is_number(self.shape) and self.shape >= 0)):
+            raise ConfigurationError(
+                f"the shape of the number of trials is {self.shape!r}",
+                "give 0 or more; infinity is Poisson",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain JSON values, which have no infinity."""
+        shape = "infinity" if self.shape == math.inf else self.shape
+        return {
+            "kind": self.kind,
+            "event": self.event.to_json(),
+            "mean": self.mean,
+            "shape": shape,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RepeatAndSelectEvent:
+        """Read back what :meth:`to_json` wrote."""
+        poisson = data.get("shape") == "infinity"
+        return cls(
+            event=event_from_json(data.get("event")),
+            mean=_number(data, "mean"),
+            shape=math.inf if poisson else _number(data, "shape"),
         )
 
 

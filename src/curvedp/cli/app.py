@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 from curvedp._version import __version__
-from curvedp.cli import compare, diagnose, doctor, inspect, privacy, recipes, train
+from curvedp.cli import (
+    compare,
+    diagnose,
+    doctor,
+    inspect,
+    privacy,
+    recipes,
+    sweep,
+    train,
+)
 
 __all__ = ["app"]
 
@@ -43,6 +52,7 @@ def _root(
 
 train.register(app)
 compare.register(app)
+sweep.register(app)
 inspect.register(app)
 recipes.register(app)
 doctor.register(app)

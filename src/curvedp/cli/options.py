@@ -13,7 +13,7 @@ import typer
 from curvedp.cli.parameters import extend_signature
 from curvedp.errors import ConfigurationError, DataError
 
-__all__ = ["parse_pairs", "takes_run_settings"]
+__all__ = ["parse_pairs", "read_value", "takes_run_settings"]
 
 _WHAT, _PRIVACY, _SAMPLING = "Data and model", "Privacy", "Sampling"
 _RUN, _UNSAFE = "Run", "Against privacy"
@@ -66,6 +66,19 @@ _OPTIONS: dict[str, Any] = {
             "KEY=VALUE declared about the public data.",
             "-P",
             "--public-option",
+        ),
+    ],
+    "validation_data": Annotated[
+        str | None,
+        _option(_WHAT, "Data declared public, to evaluate on (as --data)."),
+    ],
+    "validation_option": Annotated[
+        list[str] | None,
+        _option(
+            _WHAT,
+            "KEY=VALUE declared about the validation data.",
+            "-V",
+            "--validation-option",
         ),
     ],
     "epsilon": Annotated[
@@ -127,6 +140,15 @@ _OPTIONS: dict[str, Any] = {
         float | None,
         _option(_RUN, "Share of the training data to evaluate on, not the test split."),
     ],
+    "validation_is_public": Annotated[
+        bool,
+        _option(
+            _RUN,
+            "Declare that nobody in that share needs protection.",
+            "--validation-is-public",
+            shown=False,
+        ),
+    ],
     "loss": Annotated[
         str | None,
         _option(_RUN, "cross-entropy, mse, bce.", shown="by the task"),
@@ -178,8 +200,8 @@ _PRIVACY_KEYS = (
     "expected_batch_size", "secure",
 )  # fmt: skip
 _RUN_KEYS = (
-    "physical_batch_size", "validation", "loss", "seed", "checkpoint_every", "device",
-    "cuda_graph", "augment", "views",
+    "physical_batch_size", "validation", "validation_is_public", "loss", "seed",
+    "checkpoint_every", "device", "cuda_graph", "augment", "views",
     "show_private_training_loss", "unsafe_reproducible_noise",
 )  # fmt: skip
 #: Table in the file, the key that names the thing, and the option for its details.
@@ -187,6 +209,7 @@ _NAMED = (
     ("data", "source", "data_option"),
     ("model", "name", "model_option"),
     ("public_data", "source", "public_option"),
+    ("validation_data", "source", "validation_option"),
 )
 #: Settings that are text whatever they look like, such as a layer named 0.
 _TEXTS = ("leave_out",)
@@ -263,11 +286,16 @@ def parse_pairs(pairs: list[str], option: str) -> dict[str, Any]:
         if key.rpartition(".")[2] in _TEXTS:
             table[key] = text
             continue
-        try:
-            table[key] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            table[key] = text
+        table[key] = read_value(text)
     return table
+
+
+def read_value(text: str) -> Any:
+    """A value as TOML reads it; what is none is text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from curvedp.cli.parameters import (
     RunDirOption,
 )
 from curvedp.cli.plans import print_preview
+from curvedp.cli.sweep import resume_and_show_sweep, with_recipe
 from curvedp.errors import ConfigurationError, StorageError
 from curvedp.experiments import (
     NOT_PRIVATE,
@@ -37,6 +38,7 @@ from curvedp.experiments import (
     build_run,
     default_run_dir,
     is_comparison,
+    is_sweep,
     preview_run,
     resume_run,
     train_run,
@@ -111,7 +113,7 @@ def train(
         "mode": mode,
     }
     own = _joined(own, parse_pairs(recipe_setting or [], "--set"))
-    config = RunConfig.from_mapping(_with_recipe(settings, recipe, own))
+    config = RunConfig.from_mapping(with_recipe(settings, recipe, own))
     if dry_run:
         preview = preview_run(build_run(config))
         if json_output:
@@ -134,12 +136,16 @@ def resume(
     device: DeviceOption = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Go on with a run or a comparison that was stopped.
+    """Go on with a run, a comparison or a sweep that was stopped.
 
-    Steps that were released already are not paid for again.
+    Steps that were released already are not paid for again. A sweep may have several
+    workers: each `curvedp resume` of its folder is one.
     """
     if is_comparison(run_dir):
         resume_and_show(run_dir, device, json_output)
+        return
+    if is_sweep(run_dir):
+        resume_and_show_sweep(run_dir, device, json_output)
         return
 
     def start(report: Callable[[Progress], None], stop: StopRequest) -> RunResult:
@@ -157,24 +163,6 @@ def _joined(own: dict[str, Any], pairs: dict[str, Any]) -> dict[str, Any]:
             f"{twice[0]} is given by --{option} and by --set", "give it once"
         )
     return own | pairs
-
-
-def _with_recipe(
-    settings: dict[str, Any], recipe: str | None, own: dict[str, Any]
-) -> dict[str, Any]:
-    """With the recipe from options, the file's [recipe] and its [recipes.NAME]."""
-    table = dict(settings)
-    table.pop("compare", None)
-    by_recipe = table.pop("recipes", {})
-    stored = table.get("recipe", "dp-sgd")
-    stored = {"name": stored} if isinstance(stored, str) else dict(stored)
-    name = recipe or stored.get("name", "dp-sgd")
-    if name != stored.get("name", name):
-        stored = {}  # the file's settings are those of another recipe
-    chosen = {k: v for k, v in own.items() if v is not None}
-    shared = by_recipe.get(name, {}) if isinstance(by_recipe, dict) else {}
-    table["recipe"] = {**shared, **stored, "name": name, **chosen}
-    return table
 
 
 def _run_and_show(

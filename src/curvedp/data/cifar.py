@@ -44,7 +44,9 @@ def refuse_pickles(folder: Path) -> None:
             )
 
 
-def load_cifar_folder(folder: Path, *, labels: str = "fine") -> DataSource:
+def load_cifar_folder(
+    folder: Path, *, labels: str = "fine", with_test: bool = True
+) -> DataSource:
     """Load binary CIFAR-10 (``data_batch_*.bin``) or CIFAR-100 (``train.bin``).
 
     Pixels are divided by 255, the range that the format declares.
@@ -52,6 +54,7 @@ def load_cifar_folder(folder: Path, *, labels: str = "fine") -> DataSource:
     Args:
         folder: Where the files lie.
         labels: For CIFAR-100, ``"fine"`` (100 classes) or ``"coarse"`` (20).
+        with_test: False leaves the test batch closed.
 
     Raises:
         DataError: If a file is not a whole number of records, or a label is wrong.
@@ -81,7 +84,7 @@ def load_cifar_folder(folder: Path, *, labels: str = "fine") -> DataSource:
     return DataSource(
         name=name,
         train=part(batches),
-        test=part([test_path]) if test_path.is_file() else None,
+        test=part([test_path]) if with_test and test_path.is_file() else None,
         task=Task.CLASSIFICATION,
         num_outputs=num_classes,
         input_shape=_IMAGE_SHAPE,

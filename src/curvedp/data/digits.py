@@ -14,15 +14,19 @@ __all__ = ["load_digits"]
 _LEVELS = 16.0
 
 
-def load_digits() -> DataSource:
+def load_digits(*, with_test: bool = True) -> DataSource:
     """Real handwritten digits: 1437 to train, 360 to test, inputs ``[1, 8, 8]``.
 
     Pixels are divided by 16, the range that the source declares. The split is a fixed
     permutation and is stored; see digits-LICENCE.txt for source and licence (CC BY
     4.0).
+
+    Args:
+        with_test: False leaves the test part unread.
     """
+    left_out = () if with_test else ("x_test", "y_test")
     with resources.as_file(resources.files("curvedp.data") / "digits.npz") as path:
-        arrays = read_npz(path)
+        arrays = read_npz(path, leave_out=left_out)
 
     def part(name: str) -> ArrayDataset:
         pixels = torch.from_numpy(arrays[f"x_{name}"]).unsqueeze(1).float()
@@ -33,7 +37,7 @@ def load_digits() -> DataSource:
     return DataSource(
         name="digits",
         train=part("train"),
-        test=part("test"),
+        test=part("test") if with_test else None,
         task=Task.CLASSIFICATION,
         num_outputs=10,
         input_shape=(1, 8, 8),

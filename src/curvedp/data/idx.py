@@ -30,7 +30,9 @@ def is_idx_folder(folder: Path) -> bool:
     return _find(folder, "train", "images", 3) is not None
 
 
-def load_idx_folder(folder: Path, *, num_classes: int = 10) -> DataSource:
+def load_idx_folder(
+    folder: Path, *, num_classes: int = 10, with_test: bool = True
+) -> DataSource:
     """Load MNIST-like IDX files: ``train-images-idx3-ubyte[.gz]`` and the like.
 
     Pixels are divided by 255, the range that the format declares. The ``t10k`` files
@@ -39,6 +41,7 @@ def load_idx_folder(folder: Path, *, num_classes: int = 10) -> DataSource:
     Args:
         folder: Where the files lie.
         num_classes: 10 for MNIST and its drop-in replacements.
+        with_test: False leaves the ``t10k`` files closed.
 
     Raises:
         DataError: If a file is missing, broken or contradicts another one.
@@ -52,7 +55,7 @@ def load_idx_folder(folder: Path, *, num_classes: int = 10) -> DataSource:
     return DataSource(
         name=folder.name,
         train=train,
-        test=_load_part(folder, "t10k"),
+        test=_load_part(folder, "t10k") if with_test else None,
         task=Task.CLASSIFICATION,
         num_outputs=num_classes,
         input_shape=tuple(train.inputs.shape[1:]),

@@ -28,6 +28,7 @@ def load_image_folder(
     classes: Sequence[str] | None = None,
     image_size: int | Sequence[int] | None = None,
     channels: int = 3,
+    with_test: bool = True,
 ) -> DataSource:
     """Load ``train/<class>/*.png`` and ``test/<class>/*.png``, or ``<class>/*.png``.
 
@@ -40,6 +41,7 @@ def load_image_folder(
             class that only one record has would otherwise show in the model's shape.
         image_size: Side, or height and width, of the inputs.
         channels: 3 for colour, 1 for grey.
+        with_test: False leaves ``test`` alone.
 
     Raises:
         DataError: If something is undeclared, or a folder or an image is not usable.
@@ -66,7 +68,7 @@ def load_image_folder(
     train = _load_part(folder / "train" if has_parts else folder, names, shape)
     test_folder = folder / "test"
     test = None
-    if has_parts and test_folder.is_dir():
+    if with_test and has_parts and test_folder.is_dir():
         test = _load_part(test_folder, names, shape)
     return DataSource(
         name=folder.name,

@@ -41,6 +41,7 @@ def load(
     format: str | None = None,
     mean: Any = None,
     std: Any = None,
+    with_test: bool = True,
     **options: Any,
 ) -> DataSource:
     """Load a data set by name or path.
@@ -63,20 +64,24 @@ def load(
         format: A key of :data:`FORMATS`, when the name does not show it.
         mean: Public constant that inputs are shifted by, or one for each channel.
         std: Public constant that they are then divided by, likewise.
+        with_test: False leaves the test part alone: its file is not opened, its arrays
+            are not read, and ``test`` of the result is None.
         **options: What is declared about the data; see the loaders.
 
     Raises:
         DataError: If the data cannot be read, or lacks a declaration.
         ConfigurationError: If an option or a format is unknown.
     """
-    source = _load(spec, format, options)
+    source = _load(spec, format, with_test, options)
     return source if mean is None and std is None else normalised(source, mean, std)
 
 
-def _load(spec: str | Path, format: str | None, options: dict[str, Any]) -> DataSource:
+def _load(
+    spec: str | Path, format: str | None, with_test: bool, options: dict[str, Any]
+) -> DataSource:
     if spec == "digits" and format is None:
         _refuse_unknown_options("digits", load_digits, options)
-        return load_digits()
+        return load_digits(with_test=with_test)
     path = Path(spec).expanduser()
     if not path.exists():
         raise DataError(
@@ -93,7 +98,7 @@ def _load(spec: str | Path, format: str | None, options: dict[str, Any]) -> Data
         raise DataError(f"{path}: the format {chosen!r} needs a {kind}")
     loader = FORMATS[chosen]
     _refuse_unknown_options(chosen, loader, options)
-    return loader(path, **options)
+    return loader(path, **({} if with_test else {"with_test": False}), **options)
 
 
 def _recognise(path: Path) -> str:
@@ -125,6 +130,7 @@ def _refuse_unknown_options(
 ) -> None:
     parameters = inspect.signature(loader).parameters.values()
     known = {item.name for item in parameters if item.kind is item.KEYWORD_ONLY}
+    known.discard("with_test")  # of the caller, and nothing that is declared
     if loader is load_table:
         # The schema's fields may be given one by one; Schema itself reads them.
         known |= set(Schema.__dataclass_fields__)

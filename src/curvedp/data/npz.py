@@ -22,6 +22,7 @@ __all__ = ["load_npz", "read_npz"]
 _PIXEL_LEVELS = 255.0
 _HEADER_ALLOWANCE = 1 << 16
 _MAX_DIMENSIONS = 8
+_TEST_ARRAYS = ("x_test", "y_test")
 
 
 def load_npz(
@@ -31,6 +32,7 @@ def load_npz(
     task: str | Task | None = None,
     num_classes: int | None = None,
     target_range: object = None,
+    with_test: bool = True,
 ) -> DataSource:
     """Load inputs and targets from numpy arrays; pickled objects are refused.
 
@@ -48,17 +50,18 @@ def load_npz(
             be a release.
         target_range: For regression, the declared range of the targets, which are then
             clamped and scaled. None takes them as they are.
+        with_test: False reads neither the file ``test`` nor ``x_test``, ``y_test``.
 
     Raises:
         DataError: If the file, an array or the declaration is not usable.
     """
     kind = _declared_task(path, task, num_classes)
     scale = None if target_range is None else parse_range("target_range", target_range)
-    arrays = read_npz(path)
+    arrays = read_npz(path, leave_out=() if with_test else _TEST_ARRAYS)
     prefix = "_train" if "x_train" in arrays else ""
     train = _part(path, arrays, prefix, kind, scale)
     held_out: ArrayDataset | None = None
-    if test is not None:
+    if with_test and test is not None:
         test_path = Path(test)
         test_arrays = read_npz(test_path)
         test_prefix = "_test" if "x_test" in test_arrays else ""
@@ -81,11 +84,15 @@ def load_npz(
     )
 
 
-def read_npz(path: Path) -> dict[str, np.ndarray]:
+def read_npz(path: Path, leave_out: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
     """Read all arrays of an ``.npz`` file without pickle and with bounded memory.
 
     numpy allocates whatever an array's header claims before it reads, so the claim is
     first compared with the size of the archive's member.
+
+    Args:
+        path: The file.
+        leave_out: Names of arrays that are not read.
 
     Raises:
         DataError: If the archive or an array is damaged, or holds objects.
@@ -96,7 +103,8 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
             for member in archive.infolist():
                 if member.filename.endswith(".npy"):
                     name = member.filename.removesuffix(".npy")
-                    arrays[name] = _read_member(path, archive, member)
+                    if name not in leave_out:
+                        arrays[name] = _read_member(path, archive, member)
     except (
         zipfile.BadZipFile,
         zlib.error,

@@ -31,6 +31,7 @@ def load_table(
     *,
     test: str | Path | None = None,
     schema: Schema | Mapping[str, Any] | None = None,
+    with_test: bool = True,
     **declarations: Any,
 ) -> DataSource:
     """Load a CSV or JSON Lines table, packed by gzip or xz or not at all.
@@ -40,6 +41,7 @@ def load_table(
             after it if packed; any other name is read as CSV.
         test: A table of the same schema for testing.
         schema: What is declared about the columns, see :class:`Schema`.
+        with_test: False leaves the file ``test`` closed.
         **declarations: The schema's fields, in place of ``schema``.
 
     Raises:
@@ -49,7 +51,7 @@ def load_table(
     return DataSource(
         name=path.name,
         train=_load_part(path, plan),
-        test=None if test is None else _load_part(Path(test), plan),
+        test=_load_part(Path(test), plan) if with_test and test is not None else None,
         task=plan.task,
         num_outputs=plan.num_outputs,
         input_shape=(plan.num_inputs,),

@@ -26,6 +26,14 @@ from curvedp.experiments.runs import (
     resume_run,
     train_run,
 )
+from curvedp.experiments.sweeps import (
+    SweepConfig,
+    SweepResult,
+    is_sweep,
+    open_sweep,
+    resume_sweep,
+    sweep,
+)
 
 __all__ = [
     "NOT_PRIVATE",
@@ -37,18 +45,24 @@ __all__ = [
     "RunFolder",
     "RunResult",
     "StopRequest",
+    "SweepConfig",
+    "SweepResult",
     "Trained",
     "build_run",
     "choose_device",
     "compare",
     "default_run_dir",
     "is_comparison",
+    "is_sweep",
     "load_trained",
+    "open_sweep",
     "plot_comparison",
     "predict_inputs",
     "preview_run",
     "read_inputs",
     "resume_comparison",
     "resume_run",
+    "resume_sweep",
+    "sweep",
     "train_run",
 ]

@@ -19,7 +19,7 @@ from curvedp import models
 from curvedp.data import ArrayDataset, DataSource, Task
 from curvedp.errors import ConfigurationError, DataError
 from curvedp.experiments.config import RunConfig
-from curvedp.experiments.public import public_probe
+from curvedp.experiments.public import public_probe, public_validation
 from curvedp.models.factory import call_factory, is_factory
 from curvedp.noise import RandomStreams, Stream
 from curvedp.probes import PublicProbe
@@ -81,7 +81,8 @@ class BuiltRun:
         source: the data as loaded.
         train: the private examples that are trained on.
         held_out: what metrics are computed on, or None.
-        split: name of the held-out part: "test", "validation" or "none".
+        split: name of the held-out part: "test", "validation", "public validation" or
+            "none".
         probe: examples that are declared public, where the recipe asks for them.
         model: initialised, on its device.
         loss: name of the loss.
@@ -143,7 +144,9 @@ def build_run(config: RunConfig, *, to_train: bool = True) -> BuiltRun:
     """
     config = config.settled()
     device = choose_device(config.device)
-    source = datasets.load(config.data, **config.data_options)
+    # a run that is judged by validation cannot see the test part, not even by mistake
+    judged_by_test = config.validation is None and not config.validation_data
+    source = datasets.load(config.data, with_test=judged_by_test, **config.data_options)
     train, held_out, split = _parts(config, source)
     probe = public_probe(config, source) if to_train else None
     metrics = _metrics(config, source.task)
@@ -193,6 +196,8 @@ def choose_device(name: str) -> torch.device:
 def _parts(
     config: RunConfig, source: DataSource
 ) -> tuple[ArrayDataset, ArrayDataset | None, str]:
+    if config.validation_data:
+        return source.train, public_validation(config, source), "public validation"
     if config.validation is None:
         split = "none" if source.test is None else "test"
         return source.train, source.test, split
@@ -202,6 +207,14 @@ def _parts(
 
 
 def _metrics(config: RunConfig, task: Task) -> tuple[str, ...]:
+    if config.validation_noise is not None:
+        if task is Task.REGRESSION:
+            raise ConfigurationError(
+                "a regression has no right answers, and noise can be added to their "
+                "number alone",
+                "validate on data that is declared public",
+            )
+        return ("accuracy",)
     if not config.metrics:
         return ("loss",) if task is Task.REGRESSION else ("accuracy", "loss")
     wrong = [m for m in config.metrics if task is Task.REGRESSION and m != "loss"]

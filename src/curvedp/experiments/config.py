@@ -6,6 +6,7 @@ In a config file::
     model = "cnn"                   # or: [model] name = "cnn", width = 16
     recipe = "dp-sgd"               # or: [recipe] name = "dp-kfc", damping = 0.1
     public_data = "other.npz"       # or: [public_data] source = "other.npz", ...
+    validation_data = "held.npz"    # declared public; metrics are computed on it
 
     [privacy]
     epsilon = 3.0
@@ -49,6 +50,7 @@ _NAMED_TABLES = {
     "model": "name",
     "recipe": "name",
     "public_data": "source",
+    "validation_data": "source",
 }
 _PRIVACY_TYPES: dict[str, tuple[type, ...]] = {
     "epsilon": (float, int),
@@ -76,6 +78,8 @@ _RUN_TYPES: dict[str, tuple[type, ...]] = {
     "metrics": (list, tuple),
     "checkpoint_every": (int,),
     "validation": (float, int),
+    "validation_is_public": (bool,),
+    "validation_noise": (float, int),
     "loss": (str,),
     "show_private_training_loss": (bool,),
 }
@@ -106,7 +110,15 @@ class RunConfig:
         cuda_graph: record each pass as a CUDA graph; the numbers are the same.
         metrics: what is computed on held-out examples; empty chooses by the task.
         checkpoint_every: steps between checkpoints.
-        validation: share of the training examples that is set apart for evaluation.
+        validation: share of the training examples that is set apart for evaluation. A
+            run that has one never opens the test part.
+        validation_is_public: the user's word that nobody in that share needs to be
+            protected from the metrics.
+        validation_noise: standard deviation of the noise on the number of right answers
+            there, so that the accuracy is a release that is paid for.
+        validation_data: built-in name, file or folder that is declared public, for
+            evaluation; empty for none. The test part is then not opened either.
+        validation_data_options: what is declared about it.
         loss: name of a loss; empty chooses by the task.
         show_private_training_loss: show a private quantity; the ledger notes it.
     """
@@ -119,6 +131,8 @@ class RunConfig:
     recipe_settings: Mapping[str, Any] = field(default_factory=dict)
     public_data: str = ""
     public_data_options: Mapping[str, Any] = field(default_factory=dict)
+    validation_data: str = ""
+    validation_data_options: Mapping[str, Any] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
     physical_batch_size: int | None = None
     seed: int | None = None
@@ -130,6 +144,8 @@ class RunConfig:
     metrics: tuple[str, ...] = ()
     checkpoint_every: int = 20
     validation: float | None = None
+    validation_is_public: bool = False
+    validation_noise: float | None = None
     loss: str = ""
     show_private_training_loss: bool = False
 
@@ -152,6 +168,41 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigurationError(f"{name} is {value}", "use 0 or more")
+        for options in (self.data_options, self.validation_data_options):
+            if "with_test" in options:
+                raise ConfigurationError(
+                    "data has no option 'with_test'",
+                    "whether the test part is read follows from --validation",
+                )
+        self._check_validation()
+
+    def _check_validation(self) -> None:
+        if self.validation is not None and self.validation_data:
+            raise ConfigurationError(
+                "there are two kinds of validation: a share of the training data, and "
+                "data of its own",
+                "give --validation or --validation-data",
+            )
+        for name in ("validation_is_public", "validation_noise"):
+            given = getattr(self, name) not in (False, None)
+            if given and self.validation is None:
+                raise ConfigurationError(
+                    f"{name} is given without a share of the data to validate on",
+                    "give --validation 0.2 as well",
+                )
+        if self.validation_noise is None:
+            return
+        if self.validation_is_public or not self.validation_noise > 0:
+            raise ConfigurationError(
+                f"validation_noise is {self.validation_noise}",
+                "give a positive number, and do not declare the share public beside it",
+            )
+        if self.metrics not in ((), ("accuracy",)):
+            raise ConfigurationError(
+                f"the metrics are {', '.join(self.metrics)}, and noise can be added to "
+                "the number of right answers alone",
+                "use --metric accuracy",
+            )
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, Any]) -> RunConfig:
@@ -207,6 +258,8 @@ class RunConfig:
             data_options=_settled_options(self.data_options),
             public_data=_settled_source(self.public_data),
             public_data_options=_settled_options(self.public_data_options),
+            validation_data=_settled_source(self.validation_data),
+            validation_data_options=_settled_options(self.validation_data_options),
             privacy=privacy,
             # JSON numbers beyond 2^53 are not safe everywhere
             seed=secrets.randbits(31) if self.seed is None else self.seed,
@@ -245,11 +298,13 @@ _OPTIONS = {
     "model": "model_options",
     "recipe": "recipe_settings",
     "public_data": "public_data_options",
+    "validation_data": "validation_data_options",
 }
 
 
 def _refuse_nameless(name: str, key: str, value: Any) -> None:
-    if name == "public_data" and not (isinstance(value, str) and value):
+    optional = name in ("public_data", "validation_data")
+    if optional and not (isinstance(value, str) and value):
         raise ConfigurationError(
             f"[{name}] has no {key}", f'give {key} = "..." or leave the table out'
         )

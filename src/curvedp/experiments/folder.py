@@ -33,7 +33,10 @@ __all__ = ["RunFolder", "default_run_dir"]
 KIND, VERSION = "curvedp-run", 1
 # In the order in which they are removed: at every moment between, what is left can be
 # resumed.
-_CONTENTS = ("result.json", "checkpoints", "journal", "ledger.jsonl", "run.json")
+_CONTENTS = (
+    "result.json", "checkpoints", "journal", "score-ledger.jsonl", "ledger.jsonl",
+    "run.json",
+)  # fmt: skip
 
 
 def default_run_dir(data: str, what: str, root: Path = Path("runs")) -> Path:
@@ -163,7 +166,7 @@ class RunFolder:
     def clear_leftovers(self) -> None:
         """Tidy up after a process that was killed; the caller holds the lock."""
         for name in _CONTENTS:
-            if name != "ledger.jsonl":  # its own lock is for that
+            if not name.endswith("ledger.jsonl"):  # its own lock is for that
                 clear_leftovers(self.path, f"{name}.*")
 
     def discard_if_unspent(self) -> None:

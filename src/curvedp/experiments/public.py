@@ -1,4 +1,4 @@
-"""Public data for a recipe that probes with it: loaded, and held against the private.
+"""Public data to probe with or to evaluate on: loaded, and held against the private.
 
 That the data is public is the user's declaration. What can be seen is checked: it is
 not the private data itself, it has the same shape, and there is enough of it.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from curvedp import data as datasets
-from curvedp.data import DataSource
+from curvedp.data import ArrayDataset, DataSource
 from curvedp.errors import ConfigurationError, DataError
 from curvedp.experiments.config import RunConfig
 from curvedp.probes import PublicProbe
 
-__all__ = ["public_probe"]
+__all__ = ["public_probe", "public_validation"]
 
 
 def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
@@ -51,7 +51,7 @@ def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
             "choose a recipe that pretrains, or one that whitens with --set "
             "probe=public, or give no --public-data",
         )
-    _refuse_private_data(config)
+    _refuse_private_data(config.public_data, config)
     public = datasets.load(config.public_data, **config.public_data_options)
     own_labels = recipe.pretraining is not None
     sizes: dict[str, int] = {}
@@ -64,24 +64,49 @@ def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
     return PublicProbe(public.train, name=Path(config.public_data).name)
 
 
-def _refuse_private_data(config: RunConfig) -> None:
-    if Path(config.public_data).resolve() == Path(config.data).resolve():
+def public_validation(config: RunConfig, private: DataSource) -> ArrayDataset:
+    """The examples that a run is evaluated on, of data that is declared public.
+
+    Raises:
+        ConfigurationError: it is the private data itself.
+        DataError: it cannot be read, or does not fit the private data.
+    """
+    _refuse_private_data(config.validation_data, config)
+    public = datasets.load(
+        config.validation_data, with_test=False, **config.validation_data_options
+    )
+    _check_shape(public, private)
+    if (public.task, public.num_outputs) != (private.task, private.num_outputs):
+        raise DataError(
+            f"{public.name} is a {public.task.value} of {public.num_outputs} outputs, "
+            f"and the private data a {private.task.value} of {private.num_outputs}",
+            "declare about the validation data what is declared about the private",
+        )
+    return public.train
+
+
+def _refuse_private_data(given: str, config: RunConfig) -> None:
+    if Path(given).resolve() == Path(config.data).resolve():
         raise ConfigurationError(
-            f"{config.public_data} is the private data itself",
+            f"{given} is the private data itself",
             "give other data, whose people the run need not protect; for research "
             "without a guarantee there is --set probe=oracle",
         )
 
 
-def _check(
-    public: DataSource, private: DataSource, *, own_labels: bool, sizes: dict[str, int]
-) -> None:
+def _check_shape(public: DataSource, private: DataSource) -> None:
     if public.input_shape != private.input_shape:
         raise DataError(
             f"an input of {public.name} has shape {list(public.input_shape)}, and the "
             f"private data has {list(private.input_shape)}",
             "prepare the public data as the private data was",
         )
+
+
+def _check(
+    public: DataSource, private: DataSource, *, own_labels: bool, sizes: dict[str, int]
+) -> None:
+    _check_shape(public, private)
     own = (public.task, public.num_outputs) != (private.task, private.num_outputs)
     if own_labels and own:
         raise DataError(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from curvedp.accounting import Ledger, read_ledger
-from curvedp.errors import CheckpointError, CurvedpError
+from curvedp.errors import CheckpointError, CurvedpError, DataError
 from curvedp.experiments.building import (
     BuiltRun,
     ModelShape,
@@ -21,6 +21,7 @@ from curvedp.experiments.building import (
 )
 from curvedp.experiments.config import NOT_PRIVATE, RunConfig
 from curvedp.experiments.folder import RunFolder, refuse_existing
+from curvedp.experiments.scores import PAID_NOTE, SCORE_LEDGER, paid_accuracy
 from curvedp.locks import sole_writer
 from curvedp.train import (
     Progress,
@@ -56,6 +57,9 @@ NO_HELD_OUT = (
 _VALIDATION_NOTE = (
     "metrics were computed on a validation split of the private data; the guarantee "
     "does not cover them"
+)
+_PUBLIC_SPLIT_NOTE = (
+    "metrics were computed on a validation split that was declared public"
 )
 
 
@@ -141,8 +145,16 @@ def train_run(
     *,
     on_progress: Callable[[Progress], None] | None = None,
     stop: StopRequest | None = None,
+    notes: tuple[str, ...] = (),
 ) -> RunResult:
     """Train in a new folder; if it is refused before the first step, nothing is left.
+
+    Args:
+        config: of the run.
+        run_dir: its folder.
+        on_progress: called after every step.
+        stop: asks it to stop.
+        notes: remarks for its ledger and statement, written when it is finished.
 
     Raises:
         CurvedpError: a setting, the data or the model is refused, or the disk is full.
@@ -151,7 +163,7 @@ def train_run(
     with sole_writer(run_dir):
         folder = RunFolder.create(run_dir, config)
         try:
-            return _execute(folder, False, on_progress, stop or StopRequest())
+            return _execute(folder, False, on_progress, stop or StopRequest(), notes)
         except CurvedpError:
             folder.discard_if_unspent()
             raise
@@ -163,8 +175,11 @@ def resume_run(
     device: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     stop: StopRequest | None = None,
+    notes: tuple[str, ...] = (),
 ) -> RunResult:
     """Go on with a run that was stopped; a finished one gives its result again.
+
+    Takes the arguments of :func:`train_run`, and another device if need be.
 
     Raises:
         ConfigurationError: it is not a run, or another process is writing to it.
@@ -179,7 +194,7 @@ def resume_run(
     with sole_writer(run_dir):
         folder.clear_leftovers()
         folder.refuse_lost_ledger()
-        return _execute(folder, True, on_progress, stop or StopRequest())
+        return _execute(folder, True, on_progress, stop or StopRequest(), notes)
 
 
 def _execute(
@@ -187,6 +202,7 @@ def _execute(
     resume: bool,
     on_progress: Callable[[Progress], None] | None,
     stop: StopRequest,
+    notes: tuple[str, ...],
 ) -> RunResult:
     built = build_run(folder.config)
     folder.keep_shape(ModelShape.of(built.source))
@@ -207,9 +223,12 @@ def _execute(
     finished = fitted.finished if private else fitted.steps == built.planned_steps
     if not private and finished:
         _save_reference(folder, built, fitted.steps)
-    statement = fitted.statement
-    if finished and built.split == "validation" and statement is not None:
-        statement = _note_validation(folder, statement)
+    statement, metrics = fitted.statement, {}
+    if finished:
+        metrics = evaluate_run(built, folder)
+    if finished and statement is not None:
+        said = (*notes, *_validation_notes(built.config))
+        statement = _with_notes(folder, statement, said)
     result = RunResult(
         config=built.config,
         run_dir=folder.path,
@@ -218,7 +237,7 @@ def _execute(
         planned_steps=built.planned_steps,
         seconds=fitted.seconds,
         split=built.split,
-        metrics=evaluate_built(built) if finished else {},
+        metrics=metrics,
         statement=statement,
         facts=None if statement is None else statement.facts,
     )
@@ -227,8 +246,21 @@ def _execute(
     return result
 
 
+def evaluate_run(built: BuiltRun, folder: RunFolder) -> dict[str, float]:
+    """Metrics of a trained run; paid for first where it is to be."""
+    if built.config.validation_noise is None:
+        return evaluate_built(built)
+    return paid_accuracy(built, folder.path)
+
+
 def evaluate_built(built: BuiltRun) -> dict[str, float]:
     """Metrics on the held-out examples; none where there are none."""
+    if built.config.validation_noise is not None:
+        raise DataError(
+            "the accuracy of this run was computed once, with noise that was paid for",
+            f"it is in {SCORE_LEDGER}'s folder, in result.json; a second look would be "
+            "a release that nobody paid for",
+        )
     if built.held_out is None:
         return {}
     loss = per_example_loss(built.loss)
@@ -286,15 +318,32 @@ def _save_reference(folder: RunFolder, built: BuiltRun, steps: int) -> None:
     save_checkpoint(folder.checkpoints, checkpoint)
 
 
-def _note_validation(folder: RunFolder, statement: Statement) -> Statement:
+def _validation_notes(config: RunConfig) -> tuple[str, ...]:
+    if config.validation_data:
+        name = Path(config.validation_data).name
+        return (f"metrics were computed on {name}, which was declared public",)
+    if config.validation is None:
+        return ()
+    if config.validation_noise is not None:
+        return (PAID_NOTE,)
+    return (_PUBLIC_SPLIT_NOTE if config.validation_is_public else _VALIDATION_NOTE,)
+
+
+def _with_notes(
+    folder: RunFolder, statement: Statement, said: tuple[str, ...]
+) -> Statement:
+    if not said:
+        return statement
     with Ledger.open(folder.ledger) as ledger:
-        if _VALIDATION_NOTE not in ledger.notes():
-            ledger.note(_VALIDATION_NOTE)
+        for note in said:
+            if note not in ledger.notes():
+                ledger.note(note)
         notes = list(ledger.notes())
+    shown = [text for name, text in statement.lines if name == "note"]
     return replace(
         statement,
         facts={**statement.facts, "notes": notes},
-        lines=(*statement.lines, ("note", _VALIDATION_NOTE)),
+        lines=(*statement.lines, *(("note", n) for n in said if n not in shown)),
     )
 
 

@@ -21,13 +21,17 @@ from curvedp.recipes import (
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.curvature import BACK_MAPS, Curvature
 from curvedp.recipes.pretraining import Pretraining
+from curvedp.recipes.search import Choice, Range, SearchSpace
 
 __all__ = [
     "BACK_MAPS",
     "RECIPES",
+    "Choice",
     "Curvature",
     "Pretraining",
+    "Range",
     "Recipe",
+    "SearchSpace",
     "get_recipe",
 ]
 

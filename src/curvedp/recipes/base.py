@@ -18,6 +18,7 @@ from curvedp.clipping import ClippingRule, clipping_rule
 from curvedp.errors import ConfigurationError
 from curvedp.recipes.curvature import Curvature
 from curvedp.recipes.pretraining import Pretraining
+from curvedp.recipes.search import Range, SearchSpace
 from curvedp.recipes.types import check_least, check_types
 from curvedp.update import Chain, Transform
 
@@ -40,7 +41,10 @@ _FIXED = {
     "curvature",
     "pretraining",
     "modes",
+    "search",
 }
+#: How far a search of the learning rate goes where a recipe declares none.
+_FACTOR = 10.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Recipe:
         pretraining: how parameters are trained on public data before the first private
             step; None starts from those that the model has.
         modes: further sets of defaults by name, for ``configure(mode=...)``.
+        search: what ``curvedp sweep`` searches of the settings, and where.
     """
 
     name: str
@@ -80,9 +85,16 @@ class Recipe:
     curvature: Curvature | None = None
     pretraining: Pretraining | None = None
     modes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    search: SearchSpace = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = self.setting_names()
+        unknown = sorted(set(self.search) - set(names))
+        if unknown:
+            raise ConfigurationError(
+                f"recipe {self.name!r} searches {unknown[0]!r}, which is no setting",
+                f"its settings are: {', '.join(names)}",
+            )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigurationError(
@@ -156,6 +168,24 @@ class Recipe:
     def takes_public_data(self) -> bool:
         """Whether public data has a use: as probes, or to pretrain on."""
         return self.probes or self.pretraining is not None
+
+    def search_space(self, mode: str | None = None) -> SearchSpace:
+        """What is searched, in the default mode or another.
+
+        Another mode fixes what it sets. For its learning rate, and for that of a recipe
+        that declares no search, it is a factor of ten to both sides of the default.
+        """
+        if mode is None or mode == "default":
+            own, declared = self, dict(self.search)
+        else:
+            own = self._in_mode(mode)
+            kept = self.search.keys() - self.modes[mode].keys() - {"learning_rate"}
+            declared = {k: v for k, v in self.search.items() if k in kept}
+        if "learning_rate" not in declared and (own is not self or not declared):
+            rate = own.learning_rate
+            near = Range(rate / _FACTOR, rate * _FACTOR, log=True)
+            declared = {"learning_rate": near, **declared}
+        return declared
 
     @property
     def oracle(self) -> bool:

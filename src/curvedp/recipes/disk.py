@@ -9,6 +9,7 @@ Zhang et al., ICLR 2025.
 """
 
 from curvedp.recipes.base import Recipe
+from curvedp.recipes.search import CLIPPING, FILTERED
 from curvedp.update import Chain, KalmanFilter
 
 __all__ = ["RECIPE"]
@@ -19,4 +20,5 @@ RECIPE = Recipe(
     optimiser="sgd",
     learning_rate=0.5,
     chain=Chain((KalmanFilter(),)),
+    search={**FILTERED, **CLIPPING},
 )

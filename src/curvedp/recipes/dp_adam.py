@@ -5,6 +5,7 @@ the noise as well as the signal, which makes all step sizes alike at small epsil
 """
 
 from curvedp.recipes.base import Recipe
+from curvedp.recipes.search import ADAPTIVE
 
 __all__ = ["RECIPE"]
 
@@ -14,4 +15,5 @@ RECIPE = Recipe(
     optimiser="adam",
     learning_rate=1e-2,
     momentum=0.9,
+    search=ADAPTIVE,
 )

@@ -9,6 +9,7 @@ signal moves by ``lr m^ / sqrt(floor)``, which bounds the learning rate from abo
 """
 
 from curvedp.recipes.base import Recipe
+from curvedp.recipes.search import BIAS_CORRECTED, CLIPPING
 from curvedp.update import AdamBC, Chain
 
 __all__ = ["RECIPE"]
@@ -19,4 +20,5 @@ RECIPE = Recipe(
     optimiser="sgd",
     learning_rate=3e-4,
     chain=Chain((AdamBC(),)),
+    search={**BIAS_CORRECTED, **CLIPPING},
 )

@@ -1,6 +1,7 @@
 """DP-AdamW: DP-Adam with decoupled weight decay, the usual choice for transformers."""
 
 from curvedp.recipes.base import Recipe
+from curvedp.recipes.search import ADAPTIVE, Range
 
 __all__ = ["RECIPE"]
 
@@ -11,4 +12,5 @@ RECIPE = Recipe(
     learning_rate=2e-3,
     momentum=0.9,
     weight_decay=0.01,
+    search={**ADAPTIVE, "weight_decay": Range(1e-3, 0.3, log=True)},
 )

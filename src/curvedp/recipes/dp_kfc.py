@@ -18,6 +18,7 @@ from typing import Any
 
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.curvature import Curvature
+from curvedp.recipes.search import WHITENING, Choice, Range
 
 __all__ = ["MODES", "RECIPE"]
 
@@ -60,4 +61,9 @@ RECIPE = Recipe(
     clip_norm=1.0,
     curvature=Curvature(back_map="natural"),
     modes=MODES,
+    search={
+        "learning_rate": Range(0.005, 1.0, log=True),
+        "momentum": Choice((0.0, 0.9)),
+        **WHITENING,
+    },
 )

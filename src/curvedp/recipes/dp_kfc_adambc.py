@@ -10,6 +10,7 @@ The combination of the DP-KFC paper's section 6.3; see :mod:`curvedp.recipes.dp_
 
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.curvature import Curvature
+from curvedp.recipes.search import BIAS_CORRECTED, WHITENING
 from curvedp.update import AdamBC, Chain
 
 __all__ = ["RECIPE"]
@@ -23,4 +24,5 @@ RECIPE = Recipe(
     clip_norm=1.0,
     curvature=Curvature(),
     chain=Chain((AdamBC(),)),
+    search={**BIAS_CORRECTED, **WHITENING},
 )

@@ -6,6 +6,7 @@ of the point ahead. See :mod:`curvedp.recipes.dp_kfc` and :mod:`curvedp.recipes.
 
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.curvature import Curvature
+from curvedp.recipes.search import FILTERED, WHITENING
 from curvedp.update import Chain, KalmanFilter
 
 __all__ = ["RECIPE"]
@@ -19,4 +20,5 @@ RECIPE = Recipe(
     clip_norm=1.0,
     curvature=Curvature(),
     chain=Chain((KalmanFilter(),)),
+    search={**FILTERED, **WHITENING},
 )

@@ -10,6 +10,7 @@ data or synthetic probes, C = 10, a floor that falls, rests and rises again (eq.
 
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.curvature import Curvature
+from curvedp.recipes.search import Choice, Range
 
 __all__ = ["RECIPE"]
 
@@ -24,4 +25,13 @@ RECIPE = Recipe(
     curvature=Curvature(
         side="both", rank=0, clamp="matched", back_map="natural", refresh=8
     ),
+    search={
+        "learning_rate": Range(0.003, 0.3, log=True),
+        "momentum": Choice((0.0, 0.9)),
+        "clip_norm": Choice((1.0, 3.0, 10.0)),
+        "clamp": Choice(("matched", "printed")),
+        "plain_step": Choice((0.5, 1.0, 2.0)),
+        "floor_base": Choice((0.01, 0.1, 1.0)),
+        "spectral_power": Choice((2.0, 3.0, 4.0)),
+    },
 )

@@ -7,6 +7,7 @@ and the declared expected batch size B as the divisor.
 """
 
 from curvedp.recipes.base import Recipe
+from curvedp.recipes.search import PLAIN
 
 __all__ = ["RECIPE"]
 
@@ -16,4 +17,5 @@ RECIPE = Recipe(
     optimiser="sgd",
     learning_rate=0.1,
     momentum=0.9,
+    search=PLAIN,
 )

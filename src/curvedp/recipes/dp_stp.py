@@ -14,6 +14,7 @@ default, the outputs' side of ``F`` stays as it is.
 
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.curvature import Curvature
+from curvedp.recipes.search import WHITENING, Choice, Range
 
 __all__ = ["RECIPE"]
 
@@ -26,4 +27,10 @@ RECIPE = Recipe(
     clipping="normalised",
     clip_norm=1.0,
     curvature=Curvature(exponent=0.25, back_map="inverse"),
+    search={
+        "learning_rate": Range(0.02, 4.0, log=True),
+        "momentum": Choice((0.0, 0.9)),
+        **{k: v for k, v in WHITENING.items() if k != "back_map"},
+        "exponent": Choice((0.125, 0.25, 0.375)),
+    },
 )

@@ -5,6 +5,7 @@ it appears, and refuses to print an epsilon.
 """
 
 from curvedp.recipes.base import Recipe
+from curvedp.recipes.search import Choice, Range
 
 __all__ = ["RECIPE"]
 
@@ -15,4 +16,8 @@ RECIPE = Recipe(
     optimiser="sgd",
     learning_rate=0.1,
     momentum=0.9,
+    search={
+        "learning_rate": Range(0.005, 1.0, log=True),
+        "momentum": Choice((0.0, 0.9)),
+    },
 )
