@@ -165,9 +165,9 @@ class PhysicalLoader:
     def _fetch(self, portions: Iterator[list[int]]) -> Iterator[Any]:
         if self._gather:
             for part in portions:
-                index = torch.tensor(part, dtype=torch.int64)
-                batch = [t[index] for t in self._dataset.tensors]
-                yield self._padded(batch)
+                tensors = self._dataset.tensors
+                places = {t.device: _index(part, t.device) for t in tensors}
+                yield self._padded([t[places[t.device]] for t in tensors])
         else:
             yield from DataLoader(
                 self._dataset,
@@ -183,6 +183,17 @@ class PhysicalLoader:
     def _fetched(self) -> int:
         """Rows before views are made of them."""
         return self._physical if self._views is None else self._units
+
+
+def _index(rows: list[int], device: torch.device) -> Tensor:
+    """Row numbers on a device.
+
+    They are copied from pinned memory. From any other the CPU would wait until the GPU
+    has done all that was asked of it before.
+    """
+    on_gpu = device.type == "cuda"
+    index = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu)
+    return index.to(device, non_blocking=True)
 
 
 class _Portions:

@@ -161,9 +161,14 @@ def _signature(leaves: list[Any]) -> Hashable:
 
 def _state(model: nn.Module) -> Hashable:
     """Modes, and where everything lies that a replay will read."""
-    modes = tuple(module.training for module in model.modules())
-    tensors = (*model.parameters(), *model.buffers())
-    return modes, tuple((x.data_ptr(), x.requires_grad) for x in tensors)
+    found: list[Hashable] = []
+    for module in model.modules():
+        found.append(module.training)
+        for held in (module._parameters, module._buffers):
+            found += [
+                (x.data_ptr(), x.requires_grad) for x in held.values() if x is not None
+            ]
+    return tuple(found)
 
 
 def cuda_capture(work: Pass, device: torch.device) -> Pass:
