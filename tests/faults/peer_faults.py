@@ -43,8 +43,8 @@ _SUMS = [
         peer_sums.bound_holds_in_bfloat16,
         (
             bounded.clipped_sum,
-            "rule.weights(sq_norms)",
-            "rule.weights(sq_norms.bfloat16()).to(sq_norms)",
+            ".weights(norms)",
+            ".weights(norms.bfloat16()).to(norms)",
         ),
     ),
     fault(
