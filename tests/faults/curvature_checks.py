@@ -8,9 +8,21 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
+from curvedp.barrier import Provenance
+from curvedp.clipping import FlatClipping
+from curvedp.clipping import clipped_sum as bounded_sum
 from curvedp.errors import ConfigurationError, NotPrivateError
 from curvedp.experiments import RunConfig
+from curvedp.layers.dense import DenseIO
+from curvedp.layers.io import DirectIO
+from curvedp.layers.linear import LinearGeometry
 from curvedp.probes import OracleProbe
+from curvedp.whitening import (
+    DiagonalMap,
+    LayerwiseWhitener,
+    SubspaceMap,
+    SubspaceWhitener,
+)
 
 from .cases import attach, examples, train
 from .checking import clipped_sum, refused
@@ -111,3 +123,41 @@ def whitener_is_made_of_released_parameters():
     again = attach(examples(), **options)
     again.load_state_dict(state)
     assert torch.equal(train(again), whole), "another whitener after resuming"
+
+
+# -- rule 12: the bound holds for maps of several parts, and after rounding --
+
+
+def contribution(whitener, io, bound):
+    total = bounded_sum(
+        [io], FlatClipping(bound), whitener, parameters={"w": torch.zeros(6)},
+        present=torch.ones(1, dtype=torch.bool), step=0,
+    )  # fmt: skip
+    return float(total.values["w"].double().norm())
+
+
+def parts_share_one_bound():
+    basis = torch.eye(6, 2, dtype=torch.float64)
+    layer = SubspaceMap({"w": (6,)}, basis, 0.6**0.5, 0.4**0.5)
+    shares = (0.6**0.5, 0.4**0.5)
+    parameters = {"w": torch.zeros(6)}
+    whitener = SubspaceWhitener([layer], shares, parameters, Provenance.PUBLIC)
+    for inside, outside in ((1e3, 1e3), (1e3, 0.0), (1e-3, 1e3)):
+        g = torch.tensor([[inside, inside, outside, outside, outside, outside]])
+        length = contribution(whitener, DirectIO("l", {"w": g}), 1.0)
+        assert length <= 1 + 1e-6, f"an example contributes {length}"
+
+
+def what_cancels_in_float32_counts():
+    x = torch.ones(1, 3, 40)
+    d = torch.tensor([1e8, 1, -1e8]).reshape(1, 3, 1).expand(1, 3, 6).contiguous()
+    shape = torch.Size((6, 40))
+    io = DenseIO("l", "w", None, [(x, d)], LinearGeometry(shape))
+    scales = {"w": torch.full(shape, 2.0, dtype=torch.float64)}
+    whitener = LayerwiseWhitener([DiagonalMap(scales)], ["w"])
+    total = bounded_sum(
+        [io], FlatClipping(1e-3), whitener, parameters={"w": torch.zeros(shape)},
+        present=torch.ones(1, dtype=torch.bool), step=0,
+    )  # fmt: skip
+    length = float(total.values["w"].double().norm())
+    assert length <= 1e-3 * (1 + 1e-6), f"an example contributes {length}"

@@ -1,19 +1,21 @@
-"""Faults in how curvature reaches a run: rules 9 and 11."""
+"""Faults in how curvature reaches a run: rules 9, 11 and 12."""
 
 from __future__ import annotations
 
 from curvedp.accounting import LedgerRecord
+from curvedp.clipping import bounded
 from curvedp.curvature import Refresh
 from curvedp.experiments import RunConfig
 from curvedp.train import attach, probing, statement
 from curvedp.train.engine import Engine
 from curvedp.train.private import Private
 from curvedp.train.whitened import CurvatureSource
+from curvedp.whitening import DiagonalMap
 
 from . import curvature_checks as checks
 from .mutate import Fault, Patch
 
-_AT = "self.whiteners.at(batch.step)"
+_AT = "self._clip_map(batch.step)"
 
 
 def _made_anew(change):
@@ -101,5 +103,26 @@ FAULTS = [
                 'self._make(placed["step"], self._parameters())',
             ),
         ),
+    ),
+    Fault(
+        "12 every part of a gradient has the whole bound",
+        checks.parts_share_one_bound,
+        (Patch(bounded.clipped_sum, "rule.of_part(own.share)", "rule"),),
+    ),
+    Fault(
+        "12 the residual is scaled and not clipped to its share",
+        checks.parts_share_one_bound,
+        (
+            Patch(
+                bounded.clipped_sum,
+                "zip(parts, sq_norms, strict=True)",
+                "zip(parts, sq_norms[:1].expand_as(sq_norms), strict=True)",
+            ),
+        ),
+    ),
+    Fault(
+        "12 norms of a diagonal map from float32 gradients",
+        checks.what_cancels_in_float32_counts,
+        (Patch(DiagonalMap._sq_norms, "wide.per_example()", "io.per_example()"),),
     ),
 ]
