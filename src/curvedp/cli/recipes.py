@@ -66,6 +66,7 @@ def _document(recipe: Recipe) -> dict[str, object]:
         **recipe.facts(),
         "summary": recipe.summary,
         "private": recipe.private,
+        "search": {k: where.text() for k, where in recipe.search_space().items()},
     }
     if recipe.modes:
         document["modes"] = {name: dict(own) for name, own in recipe.modes.items()}
@@ -96,9 +97,10 @@ def _whitening(curvature: Curvature) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, dict):  # modes: what each of them sets
+    if isinstance(value, dict):  # modes with what each of them sets; the search
         return "\n".join(
+            f"{name}={own}" if isinstance(own, str) else
             f"{name}: " + ", ".join(f"{k}={v}" for k, v in own.items())
             for name, own in value.items()
-        )
+        )  # fmt: skip
     return repr(value) if value == "" else str(value)
