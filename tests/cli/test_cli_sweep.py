@@ -34,10 +34,11 @@ def flags(blobs):
 
 
 def test_digits_with_counted_tuning_end_at_dp_accountings_total(call, tmp_path):
-    trials, rate = 4, 256 / 1437
+    trials = 4
     found = call(
         "sweep", "--data", "digits", "--epsilon", "3", "--validation", "0.2",
         "--epochs", "3", "--count-tuning", "--trials", trials, "--device", "cpu",
+        "--repeats", "geometric",
         "--search", "learning_rate=log:0.1:2", "--set", "clipping=normalised",
         "--set", "clip_norm=1.0", "--run-dir", "out", "--json",
     )  # fmt: skip
@@ -72,7 +73,7 @@ def test_for_people(call, flags):
 
 
 def test_for_people_counted(call, flags):
-    found = call("sweep", *flags, "--count-tuning")
+    found = call("sweep", *flags, "--count-tuning", "--repeats", "geometric")
     text = " ".join(found.stdout.split())
     assert "tuning is counted" in text and "must stay secret" in text
     assert "geometric, 3 expected" in text

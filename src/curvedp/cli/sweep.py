@@ -66,8 +66,13 @@ def sweep_command(
         str | None, _option(_SEARCH, "See `curvedp recipes`.", shown="dp-sgd")
     ] = None,
     trials: Annotated[
-        int, _option(_SEARCH, "Number of trials; expected number if counted.")
-    ] = 20,
+        int | None,
+        _option(
+            _SEARCH,
+            "Number of trials; expected number if counted.",
+            shown="20; 10 if counted",
+        ),
+    ] = None,
     search: Annotated[
         list[str] | None,
         _option(
@@ -118,7 +123,7 @@ def sweep_command(
         _option(
             _COUNT,
             f"Law of the number of trials: {', '.join(Repeats.names)}.",
-            shown="geometric",
+            shown="poisson",
         ),
     ] = None,
     json_output: JsonFlag = False,
@@ -139,9 +144,9 @@ def sweep_command(
     config = SweepConfig.make(
         base,
         parse_search(search or [], read_value),
-        trials=trials,
+        trials=(10 if count_tuning else 20) if trials is None else trials,
         sampler=sampler,
-        law=(repeats or "geometric") if count_tuning else None,
+        law=(repeats or "poisson") if count_tuning else None,
     )
     folder = run_dir or default_run_dir(base.data, "sweep")
     known = is_sweep(folder)
