@@ -13,7 +13,7 @@ from curvedp.sampling import PhysicalLoader
 from curvedp.train import ledgers
 from curvedp.train.engine import Engine
 from curvedp.train.journal import Journal
-from curvedp.train.private import PrivateLoader
+from curvedp.train.wrapped import PrivateLoader
 
 from . import checks, ledger_checks
 from .mutate import Fault, Patch

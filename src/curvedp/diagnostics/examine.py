@@ -31,7 +31,7 @@ from curvedp.layers import (
     synthesiser_like,
 )
 from curvedp.train import per_example_loss
-from curvedp.train.private import set_training_mode
+from curvedp.train.wrapped import set_training_mode
 
 __all__ = ["diagnose"]
 

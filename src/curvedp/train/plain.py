@@ -8,7 +8,7 @@ import torch
 
 from curvedp.layers import as_call
 from curvedp.train.datasets import TrainingData, moved
-from curvedp.train.private import set_training_mode
+from curvedp.train.wrapped import set_training_mode
 
 if TYPE_CHECKING:
     from curvedp.train.trainer import Trainer

@@ -18,7 +18,7 @@ from curvedp.noise import RandomStreams, Stream
 from curvedp.probes import Probe, PublicProbe
 from curvedp.recipes.pretraining import Pretraining
 from curvedp.train.datasets import moved
-from curvedp.train.private import set_training_mode
+from curvedp.train.wrapped import set_training_mode
 
 __all__ = ["pretrain", "public_examples"]
 

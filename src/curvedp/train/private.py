@@ -17,13 +17,12 @@ batch. The user's model and optimiser objects stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvedp.accounting import MemoryLedger
 from curvedp.barrier import Provenance
@@ -49,67 +48,9 @@ from curvedp.train.graph import GraphedPass
 from curvedp.train.ledgers import WHEN_UNSAID, note_lost_releases
 from curvedp.train.optimizer import LogicalScheduler, PrivateOptimizer
 from curvedp.train.statement import Statement, make_statement
+from curvedp.train.wrapped import PrivateLoader, PrivateModel
 
-__all__ = ["Private", "PrivateLoader", "PrivateModel", "set_training_mode"]
-
-
-def set_training_mode(model: nn.Module, mode: bool = True) -> None:
-    """``model.train(mode)``, but a BatchNorm, accepted as frozen, stays frozen."""
-    for module in model.modules():
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.training = mode
-
-
-class PrivateModel(nn.Module):
-    """The user's model; a training pass is recorded, any other runs as it is.
-
-    Its ``state_dict`` has the same keys as the user's model.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.module = engine.model
-        self._engine = engine
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Recorded when training with gradients enabled."""
-        if self.training and torch.is_grad_enabled():
-            return self._engine.forward(args, kwargs)
-        return self.module(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> PrivateModel:
-        """As usual, but a BatchNorm that was frozen when it was attached stays so."""
-        self.training = mode
-        set_training_mode(self.module, mode)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return dict(self.module.state_dict(*args, **kwargs))
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
-
-
-class PrivateLoader:
-    """Poisson batches in physical portions; ``len`` counts logical steps.
-
-    One pass makes an epoch's steps (all steps, if sampling was declared by rate) or as
-    many as the budget still allows.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __len__(self) -> int:
-        return self._engine.plan.sampling.epoch_steps
-
-    def __iter__(self) -> Iterator[Any]:
-        engine = self._engine
-        if engine.steps_left == 0:
-            raise engine.exhausted()
-        epoch = engine.plan.sampling.epoch_steps
-        for batch in engine.batches(epoch - engine.step % epoch):
-            yield batch.data
+__all__ = ["Private"]
 
 
 class Private:
