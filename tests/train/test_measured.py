@@ -109,6 +109,18 @@ def test_a_slot_without_an_example_has_no_column_of_ones():
     assert torch.allclose(*found, atol=1e-7)
 
 
+def test_rounding_over_many_positions_stays_in_the_bound():
+    """All terms of an entry have one sign, and nobody else's hide the excess."""
+    x = torch.full((1, 1, 3, 20_000), 0.1234567).transpose(2, 3)
+    own = nn.Linear(3, 2)
+    own = nn.Sequential(own, nn.Tanh(), nn.Flatten(), nn.Linear(40_000, 3))
+    length, bound = length_of(
+        x, torch.tensor([1]), own=own, leave_out="3", input_bound=1e-3,
+        curvature_share=1 - 1e-9, clip_norm=0.5,
+    )  # fmt: skip
+    assert bound * (1 - 2e-3) < length <= bound * (1 + SLACK)
+
+
 def test_packing_keeps_lengths_and_comes_back():
     m = torch.randn(3, 5, 5, dtype=torch.float64)
     m = m + m.mT
