@@ -176,6 +176,26 @@ def test_coordinates_are_their_definition(bounds):
             assert torch.allclose(found, matrix, rtol=1e-4, atol=1e-5 * matrix.norm())
 
 
+def test_groups_of_a_convolution_have_factors_of_their_own():
+    torch.manual_seed(0)
+    own = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(24, 3))
+    x, y = 30 * torch.randn(8, 4, 5), torch.randint(0, 3, (8,))
+    private = attach(TensorDataset(x, y), own=own, sample_rate=1.0, side="both")
+    pending, layer = first_sum(private), private.plan.clipping.layers[0]
+    assert (layer.groups, layer.inputs, layer.outputs) == (2, 5, 3)
+    patches = x.unfold(2, 2, 1).transpose(1, 2)  # [8, 4 positions, 4, 2]
+    c = math.sqrt(0.2 / 4)
+    wanted = torch.zeros(2, 5, 5, dtype=torch.float64)
+    for each in patches.double():
+        ones = torch.ones(4, 1, dtype=torch.float64)
+        halves = [torch.cat([h.flatten(1), ones], 1) for h in each.split(2, 1)]
+        moments = torch.stack([h.mT @ h for h in halves])
+        trace = float(sum(m.trace() for m in moments))
+        wanted += c * moments / max(trace, 4 * 2 * 5)
+    found = unpacked(pending.values[layer.key("a")].double(), 5)
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
 class Masked(nn.Module):
     """Scores of positions, added up where there is a token."""
 
