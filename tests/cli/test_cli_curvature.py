@@ -265,3 +265,19 @@ def test_recipes_show_their_whitening(call):
     assert "dp-kfc" in text
     assert "dp-ngd" in text
     assert "official" in call("recipes", "dp-kfc").stdout
+
+
+def test_measured_curvature_trains_with_a_guarantee(call, blobs, tmp_path):
+    run = [
+        "train", "--data", blobs, "-D", "num_classes=3", "--model", "logreg",
+        "--noise-multiplier", "2", "--delta", "1e-3", "--batch-size", "30",
+        "--epochs", "2", "--seed", "1", "--device", "cpu", "--recipe", "dp-kfc",
+        "--set", "probe=private", "--set", "refresh=2",
+    ]  # fmt: skip
+    plan = " ".join(call(*run, "--dry-run").stdout.split())
+    assert "measured with noise for 0.2 of the squared clip bound" in plan
+    text = " ".join(call(*run, "--run-dir", "run").stdout.split())
+    assert "measured on the private data" in text
+    assert stored(tmp_path, "result.json")["private"]
+    assert "label" not in stored(tmp_path)
+    call("evaluate", "run")

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from curvedp.barrier import Provenance
-from curvedp.clipping import FlatClipping
+from curvedp.clipping import CurvatureClipping, FlatClipping, MeasuredLayer
 from curvedp.clipping import clipped_sum as bounded_sum
 from curvedp.errors import ConfigurationError, NotPrivateError
 from curvedp.experiments import RunConfig
@@ -19,6 +19,7 @@ from curvedp.layers.linear import LinearGeometry
 from curvedp.probes import OracleProbe
 from curvedp.whitening import (
     DiagonalMap,
+    IdentityWhitener,
     LayerwiseWhitener,
     SubspaceMap,
     SubspaceWhitener,
@@ -161,3 +162,45 @@ def what_cancels_in_float32_counts():
     )  # fmt: skip
     length = float(total.values["w"].double().norm())
     assert length <= 1e-3 * (1 + 1e-6), f"an example contributes {length}"
+
+
+# -- rule 12: what is measured beside the gradient is in the same bound --
+
+
+def measured(x, d, share=0.5):
+    """The sum, gradient and factors, of one example of a linear layer."""
+    shape = torch.Size((d.shape[-1], x.shape[-1]))
+    io = DenseIO("l", "l.weight", None, [(x, d)], LinearGeometry(shape))
+    layer = MeasuredLayer("l", "l.weight", None, 1, shape[1], shape[0], ("a", "g"))
+    rule = CurvatureClipping(1.0, FlatClipping(1.0), share).measuring((layer,))
+    total = bounded_sum(
+        [io], rule, IdentityWhitener(),
+        parameters={"l.weight": torch.zeros(shape)},
+        present=torch.ones(1, dtype=torch.bool), step=0,
+    )  # fmt: skip
+    return torch.cat([v.double().flatten() for v in total.values.values()])
+
+
+def gradient_and_factors_share_one_bound():
+    generator = torch.Generator().manual_seed(0)
+    for share in (0.1, 0.5, 0.9):
+        for size in (1e-3, 1.0, 1e3, 1e15):
+            x, d = (torch.randn(1, 1, n, generator=generator) for n in (40, 6))
+            length = float(measured(size * x, size * d, share).norm())
+            assert length <= 1 + 1e-6, f"an example contributes {length}"
+
+
+def unseen_padding_is_in_no_factor():
+    generator = torch.Generator().manual_seed(0)
+    x, d = (torch.randn(1, 4, n, generator=generator) for n in (5, 3))
+    d[:, 2:] = 0
+    moved = (measured(x, d) - measured(x[:, :2], d[:, :2])).norm()
+    assert moved <= 1e-6, "the length of the batch's sequences is in a factor"
+
+
+def measured_curvature_is_declared():
+    options = {"recipe": "dp-kfc", "probe": "private", "clip_norm": 2.0}
+    private = attach(examples(), **options, unsafe_reproducible_noise=None)
+    text, facts = str(private.statement()), private.statement().facts
+    assert "measured on the private data" in text, "the statement does not say it"
+    assert facts["clipping"]["curvature_share"] == 0.2, "nor does the ledger"

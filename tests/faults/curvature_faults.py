@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from curvedp.accounting import LedgerRecord
-from curvedp.clipping import bounded
+from curvedp.clipping import CurvatureClipping, bounded
+from curvedp.clipping import measured as clipping_measured
 from curvedp.curvature import Refresh
 from curvedp.experiments import RunConfig
 from curvedp.train import attach, probing, statement
@@ -124,5 +125,48 @@ FAULTS = [
         "12 norms of a diagonal map from float32 gradients",
         checks.what_cancels_in_float32_counts,
         (Patch(DiagonalMap._sq_norms, "wide.per_example()", "io.per_example()"),),
+    ),
+    Fault(
+        "12 a measured factor that is not cut",
+        checks.gradient_and_factors_share_one_bound,
+        (
+            Patch(
+                CurvatureClipping._factor,
+                "torch.maximum(limit, squares * (1 + rounding))",
+                "limit",
+            ),
+        ),
+    ),
+    Fault(
+        "12 a measured share that the gradient keeps too",
+        checks.gradient_and_factors_share_one_bound,
+        (Patch(CurvatureClipping._of_gradient, "math.sqrt(1.0 - self.share)", "1.0"),),
+    ),
+    Fault(
+        "12 a measured share for each factor",
+        checks.gradient_and_factors_share_one_bound,
+        (Patch(CurvatureClipping.length, "self.share / factors", "self.share"),),
+    ),
+    Fault(
+        "11 padding in a measured factor",
+        checks.unseen_padding_is_in_no_factor,
+        (
+            Patch(
+                clipping_measured._rows,
+                "torch.where(counts, a, torch.zeros_like(a))",
+                "a",
+            ),
+        ),
+    ),
+    Fault(
+        "9 curvature that is measured and not declared",
+        checks.measured_curvature_is_declared,
+        (
+            Patch(
+                CurvatureClipping.describe,
+                "measured on the private data",
+                "estimated",
+            ),
+        ),
     ),
 ]

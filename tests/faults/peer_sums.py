@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from curvedp.barrier import ClippedSum
 from curvedp.clipping import AdaptiveClipping, FlatClipping
+from curvedp.clipping.rules import Seen
 from curvedp.noise import Grid, NoiseState, RandomStreams, SecureStreams
 from curvedp.plan import Plan, SamplingPlan
 
@@ -87,7 +88,7 @@ def adaptive_count_gets_the_same_noise():
     )
     zeros = {
         "w": torch.zeros(4000),
-        **rule.extras(torch.ones(1, 1), torch.zeros(1) > 0),
+        **rule.extras(Seen([], torch.ones(1, 1), torch.zeros(1) > 0)),
     }
     (count,) = zeros.keys() - {"w"}
     counts, weights = [], []

@@ -58,6 +58,8 @@ def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:
         "synthetic": f"synthetic inputs, spectral power {c.spectral_power:g} if images",
         "public": "examples declared public",
         "releases": "none: releases, with the noise taken out",
+        "private": f"none: the private data, measured with noise for "
+        f"{c.curvature_share:g} of the squared clip bound",
         "oracle": "THE PRIVATE DATA ITSELF (oracle, for research)",
     }[c.probe]
     labels = {"model": "the model's", "uniform": "uniform", "own": "their own"}
@@ -79,13 +81,16 @@ def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:
         how = f"products of eigenvalues, {floor}"
     order = "" if c.clip_order == "in" else f", clipped {c.clip_order} the map"
     estimates = f"{c.probe_batches} x {c.probe_size} probes, {c.sharing}"
+    if c.probe == "private":
+        estimates = "the releases since the last one"
+        estimates += f" (weight of the past {c.decay:g})" if c.decay else ""
     if c.probe == "releases":
         estimates = f"an average of releases (weight of the past {c.decay:g})"
     when = f"every {c.refresh} steps" if c.refresh else "once, before the first step"
     return [
         (
             "probe",
-            inputs if c.probe == "releases" else f"{inputs}; labels {labels[c.labels]}",
+            inputs if c.from_releases else f"{inputs}; labels {labels[c.labels]}",
         ),
         ("whitening", f"{how}; back-map {c.back_map}{order}"),
         ("refresh", f"{when}, from {estimates}"),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from curvedp.clipping.adaptive import AdaptiveClipping
 from curvedp.clipping.bounded import clipped_sum, own_copy
+from curvedp.clipping.measured import CurvatureClipping, MeasuredLayer
 from curvedp.clipping.rules import (
     ClippingRule,
     FlatClipping,
@@ -15,7 +16,9 @@ from curvedp.errors import ConfigurationError
 __all__ = [
     "AdaptiveClipping",
     "ClippingRule",
+    "CurvatureClipping",
     "FlatClipping",
+    "MeasuredLayer",
     "NormalisedClipping",
     "PerLayerClipping",
     "clipped_sum",

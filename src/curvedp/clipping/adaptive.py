@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from curvedp.clipping.rules import SHRINK, SMALLEST_BOUND, ClippingRule
+from curvedp.clipping.rules import SHRINK, SMALLEST_BOUND, ClippingRule, Seen
 from curvedp.errors import ConfigurationError
 
 __all__ = ["COUNT", "AdaptiveClipping"]
@@ -103,10 +103,10 @@ class AdaptiveClipping(ClippingRule):
         weights = (SHRINK / norms).clamp_max(SHRINK / self.threshold)
         return weights.expand_as(sq_norms)
 
-    def extras(self, sq_norms: Tensor, kept: Tensor) -> dict[str, Tensor]:
-        below = sq_norms.sum(0).sqrt() <= self.threshold
+    def extras(self, seen: Seen) -> dict[str, Tensor]:
+        below = seen.sq_norms.sum(0).sqrt() <= self.threshold
         signs = torch.where(below, 1.0, -1.0)
-        count = torch.where(kept, signs, torch.zeros_like(signs)).sum()
+        count = torch.where(seen.kept, signs, torch.zeros_like(signs)).sum()
         return {COUNT: self.share * SHRINK * count.float()}
 
     def read(

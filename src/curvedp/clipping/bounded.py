@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvedp.barrier import ClippedSum
-from curvedp.clipping.rules import ClippingRule
+from curvedp.clipping.rules import ClippingRule, Seen
 from curvedp.errors import ConfigurationError
 from curvedp.layers.grouping import grouped
 from curvedp.layers.io import LayerIO
@@ -83,7 +83,7 @@ def clipped_sum(
             for name, value in own.whitener.apply(total).items():
                 mapped[name] = mapped[name] + value if name in mapped else value
         summed = {n: v.to(compute_dtype(parameters[n])) for n, v in mapped.items()}
-        summed |= rule.extras(sq_norms.flatten(0, 1), kept)
+        summed |= rule.extras(Seen(ios, sq_norms.flatten(0, 1), kept, scale))
         return ClippedSum(summed, rule.bound, whitener.frame, step)
 
 

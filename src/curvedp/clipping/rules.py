@@ -20,19 +20,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from curvedp.errors import ConfigurationError
+from curvedp.layers.io import LayerIO
 
 __all__ = [
     "ClippingRule",
     "FlatClipping",
     "NormalisedClipping",
     "PerLayerClipping",
+    "Seen",
 ]
 
 #: Keeps the bound true after rounding; see the module's docstring.
@@ -40,6 +42,27 @@ SHRINK = 1.0 - 2.0**-20
 
 #: Squared norms are float32: below about 1e-19 a norm underflows and would not be cut.
 SMALLEST_BOUND = 1e-15
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rule may measure of a batch beside the gradient. Private.
+
+    Attributes:
+        ios: the layers; units that are not finite are replaced by zero in them.
+        sq_norms: of the mapped gradients, ``[L, B]``.
+        kept: ``[B]``, the units that contribute.
+        scale: what gradients are multiplied with to be those of the loss.
+    """
+
+    ios: Sequence[LayerIO]
+    sq_norms: Tensor
+    kept: Tensor
+    scale: float = 1.0
+
+    def __repr__(self) -> str:
+        # Never the tensors: they are private, and tracebacks end up in logs.
+        return f"Seen({len(self.ios)} layers)"
 
 
 @dataclass(frozen=True)
@@ -88,8 +111,16 @@ class ClippingRule(ABC):
         """The rule at a threshold that earlier releases have led to."""
         return self
 
-    def extras(self, sq_norms: Tensor, kept: Tensor) -> dict[str, Tensor]:
-        """Further coordinates of the sum, which ``bound`` covers too."""
+    @property
+    def measured_sites(self) -> frozenset[str]:
+        """Modules whose inputs ``extras`` looks at, so that they have to be kept."""
+        return frozenset()
+
+    def extras(self, seen: Seen) -> dict[str, Tensor]:
+        """Further coordinates of the sum, which ``bound`` covers too.
+
+        The same operations whatever the values are, as a CUDA graph needs.
+        """
         return {}
 
     def read(

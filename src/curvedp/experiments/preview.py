@@ -29,6 +29,8 @@ from curvedp.train.statement import make_statement
 __all__ = ["Preview", "preview_run"]
 
 _TIMED_ROWS, _TIMED_STEPS = 64, 4
+#: Steps between refreshes of a run that makes none while it is timed.
+_NEVER = 10**9
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def _expected_seconds(built: BuiltRun, sampling: SamplingPlan, physical: int) ->
         step = _step_seconds(built, recipe, rows)
         return step * (physical / rows) * portions * sampling.steps
     # without a refresh, and with one at every step: the difference is a refresh
-    step = _step_seconds(built, recipe.configure(refresh=0), rows)
+    step = _step_seconds(built, recipe.configure(refresh=_NEVER), rows)
     refresh = max(0.0, _step_seconds(built, recipe.configure(refresh=1), rows) - step)
     times = 1 if not curvature.refresh else -(-sampling.steps // curvature.refresh)
     return step * (physical / rows) * portions * sampling.steps + refresh * times

@@ -14,7 +14,7 @@ forward pass only and are always removed; nothing is hung on modules or tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,9 +45,9 @@ class Recording:
         model: the user's model; it is not changed.
         covered: its sites, from :func:`curvedp.layers.coverage.cover`.
         batch_size: B, the physical batch size, which every layer must see first.
-        keep_inputs: keep every layer's inputs and output gradients. Otherwise those of
-            a layer whose per-example gradients are smaller go as soon as the backward
-            pass brings them, and the gradients stay.
+        keep_inputs: keep every layer's inputs and output gradients, or those of some
+            sites by name. Otherwise those of a layer whose per-example gradients are
+            smaller go as soon as the backward pass brings them, and the gradients stay.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Recording:
         covered: Sequence[Covered],
         batch_size: int,
         *,
-        keep_inputs: bool = False,
+        keep_inputs: bool | Collection[str] = False,
     ) -> None:
         self._model = model
         self._keep_inputs = keep_inputs
@@ -114,6 +114,10 @@ class Recording:
         _refuse_copies(output)
         return output
 
+    def _keeps(self, site: str) -> bool:
+        kept = self._keep_inputs
+        return kept if isinstance(kept, bool) else site in kept
+
     def _hook(self, item: Covered) -> Callable[..., Any]:
         calls = self._calls.setdefault(item.site.name, [])
         server = item.server
@@ -121,7 +125,7 @@ class Recording:
         shared_dims = server.shared_dims if isinstance(server, RuleServer) else 0
         meetings = server.meetings if isinstance(server, RuleServer) else None
         alone = isinstance(server, RuleServer) and item.site.name not in self._tied
-        settles = alone and not self._keep_inputs
+        settles = alone and not self._keeps(item.site.name)
         # weakly: a cycle would keep a batch's activations until the next collection
         settle = partial(_settle, weakref.ref(self), item) if settles else None
 
@@ -212,7 +216,7 @@ class Recording:
         ios = [self._layer_io(item) for item in group]
         if len(ios) > 1:  # cross terms are cheaper from inputs than from gradients
             return joined(group[0].site.name, ios)
-        return ios[0] if self._keep_inputs else ios[0].settled()
+        return ios[0] if self._keeps(ios[0].name) else ios[0].settled()
 
     def _layer_io(self, item: Covered) -> LayerIO:
         site, server = item.site, item.server

@@ -162,7 +162,7 @@ class Recipe:
     @property
     def probes(self) -> bool:
         """Whether it looks for curvature with probes, which may be public data."""
-        return self.curvature is not None and self.curvature.probe != "releases"
+        return self.curvature is not None and not self.curvature.from_releases
 
     @property
     def takes_public_data(self) -> bool:
@@ -196,7 +196,7 @@ class Recipe:
         """The clip rule with its bound."""
         rule = clipping_rule(self.clipping, self.clip_norm)
         if self.curvature is not None:
-            self.curvature.check_clipping(rule)
+            rule = self.curvature.clipping(rule)
         return rule
 
     def make_optimiser(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from curvedp.clipping import ClippingRule
+from curvedp.clipping import ClippingRule, CurvatureClipping
 from curvedp.curvature import Estimate, Refresh
 from curvedp.curvature.estimate import MOMENTS
 from curvedp.curvature.factors import SHARING
@@ -27,7 +27,7 @@ __all__ = ["BACK_MAPS", "Curvature"]
 
 BACK_MAPS = ("none", "natural", "inverse")
 CLIP_ORDERS = ("before", "in", "after")
-PROBES = ("synthetic", "public", "oracle", "releases")
+PROBES = ("synthetic", "public", "oracle", "releases", "private")
 LABELS = ("model", "uniform", "own")
 CLAMPS = ("off", "matched", "printed", "none")
 _CHOICES = {
@@ -90,6 +90,12 @@ _WHEN_RELEASED: dict[str, Any] = {
     "clamp": "off",
     "clip_order": "in",
 }
+#: Measured on the private data itself: no probes either, and a matrix for each side.
+_WHEN_MEASURED: dict[str, Any] = {
+    **{k: v for k, v in _WHEN_RELEASED.items() if k not in ("clamp", "clip_order")},
+    "diagonal": False,
+}
+_WITHOUT_MEASURING = {"curvature_share": 0.2, "input_bound": 1.0, "output_bound": 1.0}
 _WITHOUT_SUBSPACE = {"basis": 50, "residual_clip": 1.0, "residual_share": 0.5}
 
 
@@ -100,8 +106,10 @@ class Curvature:
     Attributes:
         probe: "synthetic" noise of the inputs' shape, "public" data that the caller
             gives, "releases": what was released so far, with the noise taken out of
-            its moments; or "oracle": the private data itself, for research. A run with
-            an oracle has no guarantee and says so.
+            its moments; "private": the private data, measured with noise and paid for
+            with a share of the clip bound (:mod:`curvedp.clipping.measured`); or
+            "oracle": the private data itself, for research. A run with an oracle has no
+            guarantee and says so.
         labels: "model" (drawn from its predictions), "uniform", or "own" (of public
             data).
         spectral_power: of synthetic images.
@@ -139,6 +147,10 @@ class Curvature:
         basis: dimension of the subspace, in each layer.
         residual_clip: clip norm of the rest, as a multiple of the embedding's.
         residual_share: of the squared bound that the rest has; 0 leaves it out.
+        curvature_share: of the squared bound that private factors have.
+        input_bound: root mean square of a layer's inputs up to which an example counts
+            in full in a private factor.
+        output_bound: the same for the length of the loss's gradient at its outputs.
     """
 
     probe: str = "synthetic"
@@ -168,6 +180,9 @@ class Curvature:
     basis: int = 50
     residual_clip: float = 1.0
     residual_share: float = 0.5
+    curvature_share: float = 0.2
+    input_bound: float = 1.0
+    output_bound: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self.facts(), {f.name: str(f.type) for f in fields(Curvature)})
@@ -190,6 +205,7 @@ class Curvature:
         if self.probe == "releases":
             way_out = "probe = 'synthetic'"
             self._refuse_others(_WHEN_RELEASED, "probe = 'releases'", way_out)
+        self._check_measuring()
         if self.moments == "subspace":
             way_out = "moments = 'kronecker'"
             self._refuse_others(_WHEN_SUBSPACE, "moments = 'subspace'", way_out)
@@ -200,10 +216,27 @@ class Curvature:
         self.whitening(steps=1, step_length=1.0)
         if self.clamp != "off":
             way_out = "clamp = 'off' for a Kronecker map"
-            self._refuse_others(_WHEN_CLAMPED, f"clamp = {self.clamp!r}", way_out)
+            fixed = dict(_WHEN_CLAMPED)
+            if self.probe == "private":  # what is not measured has no map
+                del fixed["leave_out"]
+            self._refuse_others(fixed, f"clamp = {self.clamp!r}", way_out)
         elif self.diagonal:
             way_out = "diagonal = False for a Kronecker map"
             self._refuse_others(_WHEN_DIAGONAL, "diagonal = True", way_out)
+
+    def _check_measuring(self) -> None:
+        if self.probe != "private":
+            beside, way_out = f"probe = {self.probe!r}", "probe = 'private'"
+            self._refuse_others(_WITHOUT_MEASURING, beside, way_out)
+            return
+        way_out = "probe = 'synthetic'"
+        self._refuse_others(_WHEN_MEASURED, "probe = 'private'", way_out)
+        if not self.refresh:
+            raise ConfigurationError(
+                "refresh = 0 keeps the map of the first step, and before it nothing "
+                "was measured",
+                "give a number of steps after which a map is made of what was measured",
+            )
 
     def _refuse_others(
         self, fixed: Mapping[str, Any], beside: str, way_out: str
@@ -244,12 +277,39 @@ class Curvature:
         """All settings as JSON values."""
         return {name: getattr(self, name) for name in self.setting_names()}
 
-    def check_clipping(self, rule: ClippingRule) -> None:
-        """Refuse a rule that cannot clip the parts of this map by themselves."""
+    def clipping(self, rule: ClippingRule) -> ClippingRule:
+        """The rule, with what is measured beside the gradient.
+
+        Refuses one that cannot clip the parts of this map by themselves.
+        """
+        if self.probe == "private":
+            return CurvatureClipping(
+                rule.bound,
+                rule,
+                self.curvature_share,
+                self.input_bound,
+                self.output_bound,
+            )
         whitening = self.whitening(steps=1, step_length=1.0)
         if isinstance(whitening, SubspaceWhitening):
             for share in whitening.shares:
                 rule.of_part(share)
+        return rule
+
+    @property
+    def from_releases(self) -> bool:
+        """Whether releases alone teach it, so that it needs no probes."""
+        return self.probe in ("releases", "private")
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Factors that the map is made of."""
+        return ("a", "g") if self.side == "both" else (self.side,)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names in ``leave_out``."""
+        return tuple(n.strip() for n in self.leave_out.split(",") if n.strip())
 
     def schedule(self) -> Refresh:
         """When factors are estimated."""
@@ -287,7 +347,7 @@ class Curvature:
                 rank=self.rank or None,
                 product=self.product,
                 match_scale=self.match_scale,
-                leave_out=tuple(n.strip() for n in self.leave_out.split(",") if n),
+                leave_out=self.left_out,
                 diagonal=self.diagonal,
             )
         if not self.plain_step > 0:

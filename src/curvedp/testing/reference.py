@@ -26,6 +26,7 @@ __all__ = [
     "heavy_ball",
     "kalman_filter",
     "mapped_variances",
+    "measured_factor",
     "nesterov",
     "per_example_gradients",
     "tail_average",
@@ -172,6 +173,26 @@ def embedded_sums(
 
 
 # -- after the noise: one coordinate, step by step -------------------------------------
+
+
+def measured_factor(
+    rows: Sequence[Tensor], limits: Sequence[float], length: float
+) -> Tensor:
+    """``sum_i c S_i / max(limit_i, tr S_i)``, ``S_i = sum_t x_t x_t^T``, float64.
+
+    Args:
+        rows: ``[T_i, n]`` of every example.
+        limits: traces up to which it counts in full.
+        length: c, the most that one example adds.
+    """
+    size = rows[0].shape[1]
+    total = torch.zeros(size, size, dtype=torch.float64)
+    for x, limit in zip(rows, limits, strict=True):
+        own = torch.zeros(size, size, dtype=torch.float64)
+        for row in x.double():
+            own += torch.outer(row, row)
+        total += length * own / max(limit, float(own.trace()))
+    return total
 
 
 def heavy_ball(gradients: Sequence[float], mu: float) -> list[float]:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from curvedp.clipping import CurvatureClipping
 from curvedp.errors import ConfigurationError, NotPrivateError
-from curvedp.layers import PerExampleLoss, Synthesiser, cover, synthesiser_like
+from curvedp.layers import (
+    Coverage,
+    PerExampleLoss,
+    Synthesiser,
+    cover,
+    synthesiser_like,
+)
 from curvedp.plan import Plan
 from curvedp.probes import LabelRule, Probe
-from curvedp.recipes import Recipe, get_recipe
+from curvedp.recipes import Curvature, Recipe, get_recipe
 from curvedp.sampling import People
 from curvedp.train.checkpoint import checkpoint_folders
 from curvedp.train.datasets import Augment, TrainingData, chosen_views
@@ -22,13 +30,14 @@ from curvedp.train.guard import check_optimizer, refuse_processes
 from curvedp.train.journal import Journal
 from curvedp.train.ledgers import open_ledger
 from curvedp.train.losses import per_example_loss
+from curvedp.train.measured import MeasuredSource, measured_layers
 from curvedp.train.pretrain import pretrain, public_examples
 from curvedp.train.private import Private
 from curvedp.train.probing import choose_labels, choose_probe
 from curvedp.train.released import ReleasedSource
 from curvedp.train.settings import PrivacySettings
 from curvedp.train.whitened import CurvatureSource, FixedWhitener, WhitenerSource
-from curvedp.whitening import KroneckerWhitening
+from curvedp.whitening import KroneckerWhitening, SubspaceWhitening
 
 __all__ = ["make_private"]
 
@@ -149,20 +158,16 @@ def make_private(
     check_optimizer(model, optimizer)
     curvature = chosen.curvature
     whiteners: WhitenerSource = FixedWhitener()
-    if curvature is not None and curvature.probe == "releases":
-        whitening = curvature.whitening(plan.sampling.steps, step_length=1.0)
-        assert isinstance(whitening, KroneckerWhitening)  # the settings allow no other
-        schedule = curvature.schedule()
-        whiteners = ReleasedSource(model, coverage, whitening, schedule)
+    if curvature is not None and curvature.from_releases:
+        plan, whiteners = _learning(model, coverage, curvature, plan, optimizer)
     elif curvature is not None:
         probe = choose_probe(curvature, probes, template, model, source.dataset)
-        step_length = optimizer.param_groups[0]["lr"] * plan.clipping.bound
         whiteners = CurvatureSource(
             model,
             coverage,
             _required(checked_loss, chosen),
             curvature.estimate(probe, choose_labels(curvature, labels, loss)),
-            curvature.whitening(plan.sampling.steps, step_length),
+            curvature.whitening(plan.sampling.steps, _step_length(optimizer, plan)),
             curvature.schedule(),
             streams,
         )
@@ -214,6 +219,30 @@ def make_private(
     except BaseException:
         ledger.close()  # or the folder stays locked as long as this process lives
         raise
+
+
+def _learning(
+    model: nn.Module,
+    coverage: Coverage,
+    curvature: Curvature,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[Plan, WhitenerSource]:
+    """Who learns curvature from releases, and the plan with what is measured for it."""
+    schedule, rule = curvature.schedule(), plan.clipping
+    whitening = curvature.whitening(plan.sampling.steps, _step_length(optimizer, plan))
+    assert not isinstance(whitening, SubspaceWhitening)  # the settings allow no other
+    if not isinstance(rule, CurvatureClipping):
+        assert isinstance(whitening, KroneckerWhitening)
+        return plan, ReleasedSource(model, coverage, whitening, schedule)
+    layers = measured_layers(model, coverage, curvature.sides, curvature.left_out)
+    source = MeasuredSource(model, coverage, layers, whitening, schedule)
+    return replace(plan, clipping=rule.measuring(layers)), source
+
+
+def _step_length(optimizer: torch.optim.Optimizer, plan: Plan) -> float:
+    """``eta C``."""
+    return float(optimizer.param_groups[0]["lr"]) * plan.clipping.bound
 
 
 def _recordable(

@@ -198,7 +198,10 @@ class Engine:
             )
         refuse_changes(self.model, self.optimizer, self.parameters)
         recording = Recording(
-            self.model, self._coverage.covered, self.physical_batch_size
+            self.model,
+            self._coverage.covered,
+            self.physical_batch_size,
+            keep_inputs=self.plan.clipping.measured_sites,
         )
         self._open.recording = recording
         return recording.forward(args, kwargs, self._point())

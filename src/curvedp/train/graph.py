@@ -132,7 +132,12 @@ class GraphedPass:
         parameters = {name: named[name] for name in self._coverage.parameters}
 
         def work() -> tuple[ClippedSum, Tensor]:
-            recording = Recording(self._model, self._coverage.covered, self._rows)
+            recording = Recording(
+                self._model,
+                self._coverage.covered,
+                self._rows,
+                keep_inputs=rule.measured_sites,
+            )
             args, kwargs = as_call(inputs)
             output = recording.forward(args, kwargs, point)
             loss = self._loss(output, targets).mean()

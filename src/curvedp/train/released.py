@@ -17,6 +17,7 @@ averages of squares, less the variance of the noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +49,7 @@ from curvedp.whitening import (
 )
 from curvedp.whitening.maps import DenseMap
 
-__all__ = ["LARGEST_SIDE", "ReleasedSource"]
+__all__ = ["LARGEST_SIDE", "ReleasedSource", "dense_layers", "positive_part"]
 
 #: A factor is a square matrix; beyond this it costs more than it is worth.
 LARGEST_SIDE = 4096
@@ -81,7 +82,7 @@ class ReleasedSource:
     ) -> None:
         named = dict(model.named_parameters())
         self._parameters = {n: named[n].detach() for n in coverage.parameters}
-        self._layers = _layers(model, coverage)
+        self._layers = _layers(model, coverage, LARGEST_SIDE)
         self._whitening = whitening
         self._refresh = refresh
         self._begin()
@@ -113,7 +114,7 @@ class ReleasedSource:
         return self._whitener
 
     def _build(self, step: int, factors: Factors) -> None:
-        positive = {n: _positive(own) for n, own in factors.layers.items()}
+        positive = {n: positive_part(own) for n, own in factors.layers.items()}
         known = Factors(positive, self.provenance)
         made = self._whitening.build(known, self._parameters, step)
         self._whitener, self._made_at, self._used = made, step, factors
@@ -163,7 +164,15 @@ class ReleasedSource:
             self._build(placed["step"], factors_from_state(placed["used"]))
 
 
-def _layers(model: nn.Module, coverage: Coverage) -> dict[str, _Layer]:
+def dense_layers(
+    model: nn.Module, coverage: Coverage, largest: float = math.inf
+) -> list[DenseMap]:
+    """Linear layers and convolutions of a model, as matrices; not tied ones."""
+    found = _layers(model, coverage, largest).values()
+    return [layout for layout in found if isinstance(layout, DenseMap)]
+
+
+def _layers(model: nn.Module, coverage: Coverage, largest: float) -> dict[str, _Layer]:
     """Every layer by its first parameter; those that a tie connects have no matrix."""
     modules = {c.site.parameters.get("weight"): c.site.name for c in coverage.covered}
     found: dict[str, _Layer] = {}
@@ -171,18 +180,18 @@ def _layers(model: nn.Module, coverage: Coverage) -> dict[str, _Layer]:
         layout = None
         if modules.get(names[0]) is not None:
             module = model.get_submodule(str(modules[names[0]]))
-            layout = _layout(module, names)
+            layout = _layout(module, names, largest)
         found[names[0]] = layout or tuple(names)
     return found
 
 
-def _layout(module: nn.Module, names: list[str]) -> DenseMap | None:
+def _layout(module: nn.Module, names: list[str], largest: float) -> DenseMap | None:
     if not isinstance(module, _DENSE) or len(names) > 2:
         return None
     weight = module.weight
     groups = 1 if isinstance(module, nn.Linear) else module.groups
     rows, columns = weight.shape[0] // groups, weight[0].numel() + len(names) - 1
-    if max(rows, columns) > LARGEST_SIDE:
+    if max(rows, columns) > largest:
         return None
     bias = names[1] if len(names) == 2 else None
     return DenseMap(names[0], bias, weight.shape, groups)
@@ -236,7 +245,7 @@ def _less(factor: Factor, noise: Factor, variance: float) -> Factor:
     return DenseFactor(factor.weight, factor.bias, a, g)
 
 
-def _positive(factor: Factor) -> Factor:
+def positive_part(factor: Factor) -> Factor:
     """What can be a second moment: without its negative part, which is noise."""
     if isinstance(factor, DiagonalFactor):
         squares = {n: s.clamp_min(0) for n, s in factor.squares.items()}
