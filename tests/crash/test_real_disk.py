@@ -104,7 +104,9 @@ def test_a_disk_that_fills_up(blobs, tmp_path):
     check_finished(ended(2), tmp_path / "finished")
 
 
-@pytest.mark.parametrize("which", ["journal", "checkpoints"])
+@pytest.mark.parametrize(
+    "which", ["journal", pytest.param("checkpoints", marks=pytest.mark.slow)]
+)
 def test_a_folder_that_turns_read_only(blobs, tmp_path, which):
     need(tmp_path, PLAIN_USER, sys.executable, "-c", "")
     run = tmp_path / "run"

@@ -5,6 +5,8 @@ import random
 import re
 import time
 
+import pytest
+
 from curvedp.accounting import read_ledger
 from tests.crash.runs import check_tidy, end, kill, lines_in, start, wait_for
 
@@ -86,6 +88,7 @@ def test_two_workers_share_the_trials(blobs, tmp_path):
     check_trials(tmp_path, trials)
 
 
+@pytest.mark.slow
 def test_the_other_worker_takes_over_from_one_that_was_killed(blobs, tmp_path):
     trials = 4
     one = start(tmp_path, *sweep_flags(blobs, trials))
@@ -99,6 +102,7 @@ def test_the_other_worker_takes_over_from_one_that_was_killed(blobs, tmp_path):
     check_trials(tmp_path, trials, kills=1)
 
 
+@pytest.mark.slow
 def test_a_counted_sweep_that_is_killed_pays_once_for_all(blobs, tmp_path):
     flags = sweep_flags(blobs, 3, "--count-tuning", "--repeats", "geometric")
     process = start(tmp_path, *flags)
