@@ -7,8 +7,8 @@ refreshes (their noise has mean zero, and nothing is subtracted), a moving avera
 refreshes, the positive part, and of that a map. A map is made at declared steps and is
 public given the past. Before there is a release to make it from, it is the identity.
 
-DP-NGD (table 3) compares this with curvature from public data. It finds, and the noise
-on n(n + 1)/2 coordinates of a factor explains, that it is worth less than it costs.
+DP-NGD (table 3) compares this with curvature from public data and finds it below no
+curvature at all: a factor is n(n + 1)/2 noisy numbers, and the gradient gets less.
 """
 
 from __future__ import annotations
