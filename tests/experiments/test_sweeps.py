@@ -144,6 +144,16 @@ def test_what_is_fixed_is_not_searched(base):
 # -- the test part ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("probe", ["releases", "private"])
+def test_what_has_no_effect_beside_what_is_fixed_is_not_searched(base, probe):
+    whitened = replace(base, recipe="dp-kfc", recipe_settings={})
+    assert "spectral_power" in SweepConfig.make(whitened).search
+    other = replace(whitened, recipe_settings={"probe": probe, "refresh": 5})
+    found = SweepConfig.make(other).search
+    assert "spectral_power" not in found
+    assert {"learning_rate", "damping"} <= found.keys()
+
+
 def test_a_sweep_needs_no_test_file_and_never_names_it(base, blobs, tmp_path):
     with np.load(blobs) as arrays:
         np.savez(tmp_path / "only.npz", x=arrays["x_train"], y=arrays["y_train"])

@@ -18,7 +18,7 @@ from typing import Any
 from curvedp.accounting import Repeats
 from curvedp.errors import ConfigurationError
 from curvedp.experiments.config import RunConfig
-from curvedp.recipes import Choice, Range, SearchSpace, get_recipe
+from curvedp.recipes import Choice, Range, Recipe, SearchSpace, get_recipe
 from curvedp.recipes.search import search_from_json
 from curvedp.storage import read_json
 
@@ -92,7 +92,11 @@ class SweepConfig:
             )
         recipe = get_recipe(base.recipe)
         declared = recipe.search_space(fixed.get("mode"))
-        space = {k: v for k, v in declared.items() if k not in fixed} | asked
+        space = {
+            name: where
+            for name, where in declared.items()
+            if name not in fixed and _has_effect(recipe, fixed, name, where)
+        } | asked
         return cls(
             base=base.settled(),
             search=space,
@@ -296,3 +300,19 @@ def _parsed(text: str, where: str, read: Any) -> Range | Choice:
         )
     low, high = (read(end) for end in ends)
     return Range(low, high, log=kind == "log")
+
+
+def _has_effect(
+    recipe: Recipe, fixed: dict[str, Any], name: str, where: Range | Choice
+) -> bool:
+    """Whether the recipe takes all of a search beside what is fixed.
+
+    The power of synthetic images, say, has no effect beside probes that are not
+    synthetic, and is refused there.
+    """
+    try:
+        for value in where.edges():
+            recipe.configure(**{**fixed, name: value})
+    except ConfigurationError:
+        return False
+    return True
