@@ -5,10 +5,8 @@ import re
 import shutil
 
 import pytest
-from typer.testing import CliRunner
 
 from curvedp.accounting import read_ledger
-from curvedp.cli.app import app
 from curvedp.experiments import train_run
 from tests.accounting.test_accounting_ledger import unchain
 
@@ -24,18 +22,6 @@ COMPARE_KEYS = {
     "steps",
     "seconds",
 }
-
-
-@pytest.fixture
-def call(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments, code=0):
-        result = CliRunner().invoke(app, [str(a) for a in arguments])
-        assert result.exit_code == code, (result.output, result.exception)
-        return result
-
-    return run
 
 
 @pytest.fixture

@@ -4,26 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from curvedp.cli.app import app
 from curvedp.errors import ConfigurationError, NotPrivateError
 from curvedp.experiments import RunFolder, resume_run, train_run
 from curvedp.recipes import RECIPES
 
 SMALL = ["--set", "probe_size=16", "--set", "probe_batches=1"]
-
-
-@pytest.fixture
-def call(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments, code=0):
-        result = CliRunner().invoke(app, [str(a) for a in arguments])
-        assert result.exit_code == code, (result.output, result.exception)
-        return result
-
-    return run
 
 
 @pytest.fixture

@@ -5,22 +5,8 @@ import json
 import dp_accounting as dp
 import pytest
 from dp_accounting import dp_event, rdp
-from typer.testing import CliRunner
 
 from curvedp.accounting import read_ledger
-from curvedp.cli.app import app
-
-
-@pytest.fixture
-def call(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments, code=0):
-        result = CliRunner().invoke(app, [str(a) for a in arguments])
-        assert result.exit_code == code, (result.output, result.exception)
-        return result
-
-    return run
 
 
 @pytest.fixture

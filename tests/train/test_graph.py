@@ -65,6 +65,33 @@ def test_a_recorded_run_is_the_same_to_the_bit(recipe):
     assert twin.count == (3 if whitened else 1)  # refreshed at steps 0, 3 and 6
 
 
+class Blind(Twin):
+    """Repeats a pass with every way from a tensor to a Python value closed."""
+
+    def __call__(self, work, device):
+        work()  # as before a recording: what is computed once is computed here
+
+        def replay():
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("__bool__", "__float__", "__int__", "item", "tolist"):
+                    patch.setattr(torch.Tensor, name, looked_at)
+                return work()
+
+        return replay
+
+
+def looked_at(*_):
+    raise AssertionError("a recorded pass looked at a value")
+
+
+@pytest.mark.parametrize("recipe", PRIVATE)
+def test_a_pass_never_looks_at_values(recipe):
+    private = attach(examples(), recipe)
+    private._graphed = private._engine.graphed(LOSS, Blind())
+    train(private)
+    assert private.step == 8
+
+
 def test_a_loop_by_hand_is_the_same_too():
     _, weights = train(attach(examples(), "dp-kfc"))
     private = attach(examples(), "dp-kfc")

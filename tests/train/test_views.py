@@ -48,7 +48,7 @@ def attach(own=None, dataset=None, **options):
     )
 
 
-def clipped_means(model, x, y, present):
+def clipped_means(model, x, y, present, bound):
     """One example at a time: mean gradient of its views, clipped, added up."""
     total = [torch.zeros_like(p) for p in model.parameters()]
     for unit in range(len(x) // K):
@@ -59,17 +59,18 @@ def clipped_means(model, x, y, present):
         gradient = torch.autograd.grad(loss, list(model.parameters()))
         norm = torch.cat([g.flatten() for g in gradient]).norm()
         for t, g in zip(total, gradient, strict=True):
-            t += g * (BOUND / norm).clamp_max(1)
+            t += g * (bound / norm).clamp_max(1)
     return total
 
 
-def test_the_mean_gradient_of_the_views_is_clipped():
-    private = attach()
+@pytest.mark.parametrize("bound", [BOUND, 100.0])  # all are cut, and none is
+def test_the_mean_gradient_of_the_views_is_clipped(bound):
+    private = attach(clip_norm=bound)
     engine, own = private._engine, private.model.module
     expected = None
     for x, y in private.loader:
         assert len(x) == 12
-        parts = clipped_means(own, x, y, engine._open.batch.present)
+        parts = clipped_means(own, x, y, engine._open.batch.present, bound)
         expected = (
             parts
             if expected is None
@@ -147,8 +148,9 @@ def test_views_of_a_step_are_the_same_after_a_resume(tmp_path):
         other.resume()
 
 
-def test_a_recorded_pass_averages_views_too():
-    plain, recorded = attach(), attach()
+@pytest.mark.parametrize("bound", [BOUND, 100.0])
+def test_a_recorded_pass_averages_views_too(bound):
+    plain, recorded = attach(clip_norm=bound), attach(clip_norm=bound)
     recorded._graphed = recorded._engine.graphed(LOSS, Twin())
     for private in (plain, recorded):
         for batch in private.loader:

@@ -16,8 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from curvedp.barrier import Provenance, Release
 from curvedp.clipping import ClippingRule, CurvatureClipping, MeasuredLayer
@@ -29,10 +28,11 @@ from curvedp.curvature import (
     factors_from_state,
     factors_state,
 )
-from curvedp.errors import CheckpointError, ConfigurationError
+from curvedp.errors import ConfigurationError
 from curvedp.layers import Coverage
 from curvedp.layers.direct import RuleServer
 from curvedp.train.released import dense_layers, positive_part
+from curvedp.train.whitened import is_due, on_device
 from curvedp.whitening import (
     IdentityWhitener,
     JointWhitening,
@@ -135,15 +135,8 @@ class MeasuredSource:
         return Provenance.RELEASED
 
     def at(self, step: int) -> Whitener:
-        due = self._refresh.last_due(step)
-        if self._made_at != due:
-            if due != step:
-                raise CheckpointError(
-                    f"the whitener of step {step} was made at step {due}, from releases"
-                    " that are not in the stored state",
-                    "resume from a checkpoint that this recipe has written",
-                )
-            self._build(due, self._averaged())
+        if is_due(self._refresh, self._made_at, step):
+            self._build(step, self._averaged())
             self._since = None
         return self._whitener
 
@@ -204,7 +197,7 @@ class MeasuredSource:
     def load(self, state: dict[str, Any]) -> None:
         self._begin()
         device = next(iter(self._parameters.values())).device
-        placed = tree_map(lambda x: _on(x, device), state)
+        placed = on_device(state, device)
         stored = {
             name: factors_from_state(placed[name])
             for name in ("since", "used")
@@ -213,7 +206,3 @@ class MeasuredSource:
         self._since = stored.get("since")
         if "step" in placed:
             self._build(placed["step"], stored.get("used"))
-
-
-def _on(x: Any, device: torch.device) -> Any:
-    return x.to(device) if isinstance(x, Tensor) else x

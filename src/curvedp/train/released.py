@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from curvedp.barrier import Provenance, Release
 from curvedp.clipping import ClippingRule
@@ -37,8 +36,8 @@ from curvedp.curvature import (
     factors_from_state,
     factors_state,
 )
-from curvedp.errors import CheckpointError
 from curvedp.layers import Coverage
+from curvedp.train.whitened import is_due, on_device
 from curvedp.update import noise_variance
 from curvedp.whitening import (
     KroneckerMap,
@@ -101,15 +100,8 @@ class ReleasedSource:
         return Provenance.RELEASED
 
     def at(self, step: int) -> Whitener:
-        due = self._refresh.last_due(step)
-        if self._made_at != due:
-            if due != step:
-                raise CheckpointError(
-                    f"the whitener of step {step} was made at step {due}, from releases"
-                    " that are not in the stored state",
-                    "resume from a checkpoint that this recipe has written",
-                )
-            self._build(due, self._running)
+        if is_due(self._refresh, self._made_at, step):
+            self._build(step, self._running)
         assert self._whitener is not None
         return self._whitener
 
@@ -158,7 +150,7 @@ class ReleasedSource:
         if not state:
             return
         device = next(iter(self._parameters.values())).device
-        placed = tree_map(lambda x: _on(x, device), state)
+        placed = on_device(state, device)
         self._running = factors_from_state(placed["running"])
         if "step" in placed:
             self._build(placed["step"], factors_from_state(placed["used"]))
@@ -271,7 +263,3 @@ def _eye(m: Tensor) -> Tensor:
 
 def _trace(m: Tensor) -> Tensor:
     return m.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
-
-
-def _on(x: Any, device: torch.device) -> Any:
-    return x.to(device) if isinstance(x, Tensor) else x

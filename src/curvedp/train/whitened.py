@@ -30,7 +30,13 @@ from curvedp.whitening import (
     Whitener,
 )
 
-__all__ = ["CurvatureSource", "FixedWhitener", "WhitenerSource"]
+__all__ = [
+    "CurvatureSource",
+    "FixedWhitener",
+    "WhitenerSource",
+    "is_due",
+    "on_device",
+]
 
 
 class WhitenerSource(Protocol):
@@ -124,15 +130,8 @@ class CurvatureSource:
         return self._how.probe.provenance
 
     def at(self, step: int) -> Whitener:
-        due = self._refresh.last_due(step)
-        if self._made_at != due:
-            if due != step:
-                raise CheckpointError(
-                    f"the whitener of step {step} was made at step {due}, and the "
-                    "parameters of that step are not in the stored state",
-                    "resume from a checkpoint that this recipe has written",
-                )
-            self._make(due, self._parameters())
+        if is_due(self._refresh, self._made_at, step):
+            self._make(step, self._parameters())
         return self._whitener
 
     def observe(
@@ -183,8 +182,7 @@ class CurvatureSource:
         self._made_at, self._factors = None, None
         if not state:
             return
-        device = next(self._model.parameters()).device
-        placed = tree_map(lambda x: _on(x, device), state)
+        placed = on_device(state, next(self._model.parameters()).device)
         if "factors" in placed:
             factors = factors_from_state(placed["factors"])
             self._build(placed["step"], factors, self._parameters())
@@ -192,5 +190,22 @@ class CurvatureSource:
             self._make(placed["step"], placed["parameters"])
 
 
-def _on(x: Any, device: torch.device) -> Any:
-    return x.to(device) if isinstance(x, Tensor) else x
+def is_due(refresh: Refresh, made_at: int | None, step: int) -> bool:
+    """Whether a map has to be made at a step, where the last one was made earlier.
+
+    Raises:
+        CheckpointError: it was due before, and what it is made of is gone.
+    """
+    due = refresh.last_due(step)
+    if due not in (made_at, step):
+        raise CheckpointError(
+            f"the whitener of step {step} was made at step {due}, and what it was made "
+            "of is not in the stored state",
+            "resume from a checkpoint that this recipe has written",
+        )
+    return made_at != due
+
+
+def on_device(state: Any, device: torch.device) -> Any:
+    """A stored state with its tensors on a device."""
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, state)
