@@ -1,5 +1,6 @@
 """A tiny data set and a tiny run, so that the tests are about behaviour."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,3 +35,15 @@ def config(blobs: Path) -> RunConfig:
         device="cpu",
         checkpoint_every=5,
     )
+
+
+@pytest.fixture
+def base(config: RunConfig) -> RunConfig:
+    """For sweeps: judged by a share that is declared public, so scores are exact."""
+    return replace(config, validation=0.3, validation_is_public=True)
+
+
+@pytest.fixture
+def private(base: RunConfig) -> RunConfig:
+    """The same with secret noise."""
+    return replace(base, unsafe_reproducible_noise=None)
