@@ -178,6 +178,7 @@ def work(jobs_of, path, folder, device, workers, seconds):
             missing = {key(j): j for j in jobs_of(done) if key(j) not in done}
             tasks = [(job, folder, device) for job in missing.values()]
             random.Random(0).shuffle(tasks)  # all arms advance alike
+            tasks.sort(key=_longest_first(done))  # or the last one is waited for
             found = pool.imap_unordered(_one, tasks)
             for _ in tasks:
                 try:
@@ -194,6 +195,14 @@ def work(jobs_of, path, folder, device, workers, seconds):
             if new == before:  # nothing is missing, or all that is fails
                 return new
     return new
+
+
+def _longest_first(done):
+    """Order of tasks: by the mean time of their arm so far, those without one last."""
+    times = {}
+    for record in done.values():
+        times.setdefault(record["arm"], []).append(record["seconds"])
+    return lambda task: -statistics.mean(times.get(task[0]["arm"], [0]))
 
 
 def main():

@@ -27,6 +27,8 @@ class Arm:
     fixed: dict
     searched: dict
     trials: int
+    #: One trial in each of so many equal parts of every range: less luck in the draw.
+    spread: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,15 +168,15 @@ def ngd_table(data: str, epsilon: float) -> Table:
     first = f"{data} dp-ngd epsilon 1"
     return Table(
         "dp_ngd", data, "small-cnn", NGD_BATCH, NGD_EPOCHS, NGD, epsilon=epsilon,
-        tuned_in=None if epsilon == 1.0 else first, untuned=NGD_UNTUNED, seeds=3,
-        finalists=0,
+        tuned_in=None if epsilon == 1.0 else first,
+        untuned=NGD_UNTUNED if epsilon == 1.0 else {}, seeds=3, finalists=0,
     )  # fmt: skip
 
 
 # -- table 5: DP-KFC's tables 1 and 6, tuned at epsilon 1 and 8 -----------------------
 
 RIVALS = {
-    name: Arm(own.recipe, own.fixed, own.searched, own.trials)
+    name: Arm(own.recipe, own.fixed, own.searched, own.trials, spread=True)
     for name, own in rivals.ARMS.items()
 }
 RIVALS_TUNED_IN = {1.0: None, 2.0: 1.0, 5.0: 8.0, 8.0: None}
@@ -185,7 +187,7 @@ def rivals_table(epsilon: float) -> Table:
     return Table(
         "rivals", "mnist", "dpkfc-mnist", 256, 5, RIVALS, epsilon=epsilon,
         tuned_in=None if tuned is None else f"mnist rivals epsilon {tuned:g}",
-        paper=rivals.PAPER[epsilon],
+        paper=rivals.PAPER[epsilon], finalists=2,
     )  # fmt: skip
 
 
@@ -217,11 +219,40 @@ def trials(table: str, arm: str) -> list[dict[str, object]]:
     """The settings of every trial of an arm."""
     about = TABLES[table].arms[arm]
     draw = random.Random(f"{table}/{arm}")
+    places = _places(about, draw) if about.spread else {}
     found = []
-    for _ in range(about.trials):
-        own = {name: _drawn(where, draw) for name, where in about.searched.items()}
-        found.append({"recipe": about.recipe, **about.fixed, **own})
+    for number in range(about.trials):
+        own = {
+            name: _drawn(where, draw, places[name][number] if name in places else None)
+            for name, where in about.searched.items()
+        }
+        found.append(_settings({"recipe": about.recipe, **about.fixed, **own}))
     return found
+
+
+def _settings(drawn: dict) -> dict[str, object]:
+    """What is drawn in units of the clip norm C, as a recipe takes it.
+
+    - ``relative_floor``, AdamBC's: in units of C^2, as its moments are;
+    - ``effective_step``: how far the parameters move, in the long run, for a mean
+      gradient that has been C long in one direction. Learning rates of arms that differ
+      in C, momentum or floor are in the same range of it.
+    """
+    own = dict(drawn)
+    if "relative_floor" in own:
+        own["floor"] = own.pop("relative_floor") * own["clip_norm"] ** 2
+    if "effective_step" in own:
+        step = own.pop("effective_step")
+        own["learning_rate"] = float(f"{step / effective_step(own, 1.0):.4g}")
+    return own
+
+
+def effective_step(settings: dict, learning_rate: float) -> float:
+    """Of a learning rate: see :func:`_settings`."""
+    length = settings["clip_norm"] / (1 - settings.get("momentum", 0.0))
+    if "floor" in settings:  # at the floor, where signals are far below the noise
+        length /= settings["floor"] ** 0.5
+    return learning_rate * length
 
 
 def inside(table: str, arm: str, settings: dict[str, object]) -> dict[str, bool]:
@@ -230,17 +261,35 @@ def inside(table: str, arm: str, settings: dict[str, object]) -> dict[str, bool]
     for name, where in TABLES[table].arms[arm].searched.items():
         if isinstance(where, tuple):
             low, high = where[1:]
-            value = float(settings[name])
+            value = _value(name, settings)
             found[name] = (
                 (high / low) ** 0.05 * low < value < high / (high / low) ** 0.05
             )
     return found
 
 
-def _drawn(where, draw):
+def _value(name: str, settings: dict) -> float:
+    if name == "effective_step":
+        return effective_step(settings, settings["learning_rate"])
+    return float(settings[name])
+
+
+def _places(about: Arm, draw: random.Random) -> dict[str, list[float]]:
+    """Where in a range each trial is, from 0 to 1: a Latin hypercube."""
+    found = {}
+    for name, where in about.searched.items():
+        if isinstance(where, tuple):
+            parts = [(k + draw.random()) / about.trials for k in range(about.trials)]
+            draw.shuffle(parts)
+            found[name] = parts
+    return found
+
+
+def _drawn(where, draw, place=None):
     if isinstance(where, list):
         return draw.choice(where)
     kind, low, high = where
+    share = draw.random() if place is None else place
     if kind == "log":
-        return float(f"{low * (high / low) ** draw.random():.3g}")
-    return float(f"{low + (high - low) * draw.random():.3g}")
+        return float(f"{low * (high / low) ** share:.3g}")
+    return float(f"{low + (high - low) * share:.3g}")

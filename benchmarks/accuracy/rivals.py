@@ -8,27 +8,29 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+#: What every arm that steps along its gradient searches: see ``arms.effective_step``.
+STEP = {"effective_step": ("log", 0.1, 5.0)}
 CLIPS = {"clipping": ["flat", "normalised"], "clip_norm": [0.1, 0.3, 1.0, 3.0]}
+NORMALISED = {"clipping": "normalised", "clip_norm": 1.0}
 WHITENED = {
     "damping": ("log", 0.005, 0.5),
     "exponent": [0.25, 0.5],
-    "spectral_power": [2.0, 3.0, 4.0],
+    "back_map": ["none", "natural"],
 }
-STEPS = {"learning_rate": ("log", 0.01, 1.0), "momentum": [0.9]}
-ADAMBC = {
-    "learning_rate": ("log", 3e-5, 3e-3),
-    "floor": [1e-9, 1e-8, 1e-7, 1e-6],
-}
-KALMAN = {"learning_rate": ("log", 0.02, 4.0), "kappa": [0.3, 0.5, 0.7, 0.85]}
-NORMALISED = {"clipping": "normalised", "clip_norm": 1.0}
+SYNTHETIC = {**WHITENED, "spectral_power": [2.0, 3.0, 4.0]}
 #: As in the tables with DP-NGD: 500 images of Tiny-ImageNet, labels from the model.
 PUBLIC = {"probe": "public", "labels": "model", "probe_size": 500, "probe_batches": 1}
+MOMENTUM = {"momentum": [0.0, 0.9]}
+KALMAN = {**STEP, "kappa": [0.3, 0.5, 0.7, 0.85]}
+ADAMBC = {**STEP, "relative_floor": [1e-8, 1e-7, 1e-6, 1e-5]}
 ADADPS = {
-    "learning_rate": ("log", 0.001, 1.0),
-    "momentum": [0.0, 0.9],
+    **STEP,
+    **MOMENTUM,
     "moments": ["batch-squares", "example-squares"],
     **CLIPS,
 }
+#: Steps that an average of the iterates reaches back: 33, 50, 100, 200.
+AVERAGE = {"average": [0.97, 0.98, 0.99, 0.995]}
 TRIALS = 12
 
 
@@ -36,12 +38,13 @@ def _arm(recipe, fixed, searched):
     return SimpleNamespace(recipe=recipe, fixed=fixed, searched=searched, trials=TRIALS)
 
 
+def _whitened(recipe, searched, fixed=None):
+    return _arm(recipe, {"side": "a", **(fixed or {}), **NORMALISED}, searched)
+
+
 ARMS = {
-    "dp-sgd": _arm(
-        "dp-sgd",
-        {},
-        {"learning_rate": ("log", 0.02, 4.0), "momentum": [0.0, 0.9], **CLIPS},
-    ),
+    "dp-sgd": _arm("dp-sgd", {}, {**STEP, **MOMENTUM, **CLIPS}),
+    "dp-sgd averaged": _arm("dp-sgd", {}, {**STEP, **MOMENTUM, **CLIPS, **AVERAGE}),
     "dp-adam": _arm("dp-adam", {}, {"learning_rate": ("log", 1e-4, 2e-2), **CLIPS}),
     "adadps public": _arm("adadps", PUBLIC, ADADPS),
     "adadps pink": _arm("adadps", {}, {**ADADPS, "spectral_power": [2.0, 3.0]}),
@@ -49,8 +52,8 @@ ARMS = {
         "gep",
         {},
         {
-            "learning_rate": ("log", 0.01, 2.0),
-            "momentum": [0.0, 0.9],
+            "effective_step": ("log", 0.3, 20.0),
+            **MOMENTUM,
             "clip_norm": [0.3, 1.0, 3.0],
             "basis": [20, 50],
             "residual_clip": [0.1, 0.2, 0.5],
@@ -59,41 +62,40 @@ ARMS = {
     ),
     "disk": _arm("disk", {}, {**KALMAN, **CLIPS}),
     "dp-adambc": _arm("dp-adambc", {}, {**ADAMBC, **CLIPS}),
-    "dp-stp": _arm("dp-stp", NORMALISED, {**STEPS, "damping": ("log", 0.02, 2.0)}),
+    "dp-stp": _arm(
+        "dp-stp", NORMALISED, {**STEP, **MOMENTUM, "damping": ("log", 0.02, 2.0)}
+    ),
     "dp-soap": _arm(
         "dp-soap",
-        NORMALISED,
+        {"momentum": 0.9, "refresh": 50, **NORMALISED},
         {
-            **STEPS,
+            **STEP,
             "damping": ("log", 0.02, 2.0),
             "exponent": [0.25, 0.5],
             "decay": [0.9, 0.97],
             "back_map": ["none", "natural"],
         },
     ),
-    "dp-kfc public": _arm(
-        "dp-kfc",
-        {"side": "a", **PUBLIC, **NORMALISED},
-        {
-            **STEPS,
-            **{k: v for k, v in WHITENED.items() if k != "spectral_power"},
-            "back_map": ["none", "natural"],
-        },
+    "dp-kfc public": _whitened(
+        "dp-kfc", {**STEP, **WHITENED}, {"momentum": 0.9, **PUBLIC}
     ),
-    "dp-kfc": _arm(
-        "dp-kfc",
-        {"side": "a", **NORMALISED},
-        {**STEPS, **WHITENED, "back_map": ["none", "natural"]},
+    "dp-kfc": _whitened("dp-kfc", {**STEP, **SYNTHETIC}, {"momentum": 0.9}),
+    "dp-kfc averaged": _whitened(
+        "dp-kfc", {**STEP, **SYNTHETIC, **AVERAGE}, {"momentum": 0.9}
     ),
-    "dp-kfc+adambc": _arm(
-        "dp-kfc+adambc",
-        {"side": "a", **NORMALISED},
-        {**ADAMBC, **WHITENED, "back_map": ["none", "natural"]},
-    ),
-    "dp-kfc+disk": _arm(
+    "dp-kfc+adambc": _whitened("dp-kfc+adambc", {**ADAMBC, **SYNTHETIC}),
+    "dp-kfc+disk": _whitened("dp-kfc+disk", {**KALMAN, **SYNTHETIC}),
+    # the same searched again where it was best on the validation split, and averaged
+    "dp-kfc+disk averaged": _whitened(
         "dp-kfc+disk",
-        {"side": "a", **NORMALISED},
-        {**KALMAN, **WHITENED, "back_map": ["none", "natural"]},
+        {
+            "effective_step": ("log", 0.15, 1.5),
+            "kappa": [0.3, 0.5, 0.85],
+            "damping": ("log", 0.005, 0.3),
+            "spectral_power": [2.0, 3.0],
+            "average": [0.9, 0.97, 0.98],
+        },
+        {"exponent": 0.5, "back_map": "natural"},
     ),
 }
 

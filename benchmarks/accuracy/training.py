@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset
 from curvedp import make_private, models
 from curvedp.probes import PublicProbe
 from curvedp.recipes import get_recipe
+from curvedp.update import Chain, ExponentialAverage
 
 SIGMAS = Path(__file__).with_name("sigmas.json")
 #: Fewer only to see whether everything runs.
@@ -40,6 +42,7 @@ def train(job, folder, device):
         # diverged: no curvature of a net that is not finite; scored as it stands
         found["error"] = f"{type(error).__name__}: {error}"
     found["seconds"] = time.monotonic() - started
+    take_average(model, private)
     return {"accuracy": share_right(model, *held_out), **found}
 
 
@@ -47,7 +50,10 @@ def attach(job, table, folder, examples, sigma, rate, steps):
     """Model and private loop of a job."""
     x, y = examples
     settings = dict(job["settings"])
+    average = settings.pop("average", None)
     recipe = get_recipe(settings.pop("recipe")).configure(**settings)
+    if average is not None:
+        recipe = averaged(recipe, average)
     probes = None
     if settings.get("probe") == "public":
         probes = PublicProbe(public(folder, table.data), name="Tiny-ImageNet")
@@ -77,6 +83,12 @@ def attach(job, table, folder, examples, sigma, rate, steps):
     return model, private
 
 
+def averaged(recipe, decay):
+    """The same recipe, whose result is an average of its iterates."""
+    transforms = (*recipe.chain.transforms, ExponentialAverage(decay))
+    return replace(recipe, chain=Chain(transforms))
+
+
 def room(batch_size):
     """Rows for most draws at once; it has no influence on what is sampled."""
     return 8 * math.ceil((batch_size + 2 * math.sqrt(batch_size)) / 8)
@@ -89,6 +101,15 @@ def fit(private):
         if private.step >= MOST_STEPS:
             break
         private.train_on(batch)
+
+
+def take_average(model, private):
+    """Put the average of the iterates into the model, where one is kept."""
+    average = private.averaged_parameters()
+    if average is not None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(average[name])
 
 
 def share_right(model, x, y):
