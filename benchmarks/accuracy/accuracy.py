@@ -52,13 +52,13 @@ def key(job):
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def tuning_jobs(tables, done):
-    """All trials; when an arm has all of them, more seeds for its best three."""
+def tuning_jobs(tables, done, arms=None):
+    """All trials; when an arm has all of them, more seeds for its best ones."""
     return [
         job
         for table in tables
         if TABLES[table].tuned_in is None
-        for arm in TABLES[table].arms
+        for arm in arms or TABLES[table].arms
         for job in _arm_jobs(table, arm, done)
     ]
 
@@ -214,6 +214,7 @@ def main():
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--pages", type=Path, default=HERE.parents[1] / "docs/results")
     parser.add_argument("--tables", nargs="+", help="names, pages or how names begin")
+    parser.add_argument("--arms", nargs="+", help="of tune: some of the tables' arms")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--device", default="cpu")
@@ -243,8 +244,8 @@ def _run(options):
     results, tables = options.results, selected(options.tables)
     about = (options.data, options.device, options.workers, options.seconds)
     if options.command == "tune":
-        new = work(lambda done: tuning_jobs(tables, done), results / "tuning.jsonl",
-                   *about)  # fmt: skip
+        new = work(lambda done: tuning_jobs(tables, done, options.arms),
+                   results / "tuning.jsonl", *about)  # fmt: skip
         pages = {TABLES[table].page for table in tables} if new else set()
     else:
         chosen = json.loads((results / "chosen.json").read_text(encoding="utf-8"))
