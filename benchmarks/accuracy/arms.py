@@ -29,6 +29,8 @@ class Arm:
     trials: int
     #: One trial in each of so many equal parts of every range: less luck in the draw.
     spread: bool = False
+    #: Searched as well, with as many trials, where the best of those was at an edge.
+    again: dict | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def ngd_table(data: str, epsilon: float) -> Table:
 # -- table 5: DP-KFC's tables 1 and 6, tuned at epsilon 1 and 8 -----------------------
 
 RIVALS = {
-    name: Arm(own.recipe, own.fixed, own.searched, own.trials, spread=True)
+    name: Arm(own.recipe, own.fixed, own.searched, own.trials, True, own.again)
     for name, own in rivals.ARMS.items()
 }
 RIVALS_TUNED_IN = {1.0: None, 2.0: 1.0, 5.0: 8.0, 8.0: None}
@@ -218,13 +220,19 @@ TABLES: dict[str, Table] = {
 def trials(table: str, arm: str) -> list[dict[str, object]]:
     """The settings of every trial of an arm."""
     about = TABLES[table].arms[arm]
-    draw = random.Random(f"{table}/{arm}")
-    places = _places(about, draw) if about.spread else {}
+    found = _trials(about, about.searched, random.Random(f"{table}/{arm}"))
+    if about.again is not None:
+        found += _trials(about, about.again, random.Random(f"{table}/{arm}"))
+    return found
+
+
+def _trials(about: Arm, searched: dict, draw: random.Random) -> list[dict[str, object]]:
+    places = _places(searched, about.trials, draw) if about.spread else {}
     found = []
     for number in range(about.trials):
         own = {
             name: _drawn(where, draw, places[name][number] if name in places else None)
-            for name, where in about.searched.items()
+            for name, where in searched.items()
         }
         found.append(_settings({"recipe": about.recipe, **about.fixed, **own}))
     return found
@@ -258,9 +266,11 @@ def effective_step(settings: dict, learning_rate: float) -> float:
 def inside(table: str, arm: str, settings: dict[str, object]) -> dict[str, bool]:
     """For every searched range, whether the value is off its outer twentieth."""
     found = {}
-    for name, where in TABLES[table].arms[arm].searched.items():
+    about = TABLES[table].arms[arm]
+    for name, where in about.searched.items():
         if isinstance(where, tuple):
-            low, high = where[1:]
+            wheres = [where, (about.again or about.searched)[name]]
+            low, high = min(w[1] for w in wheres), max(w[2] for w in wheres)
             value = _value(name, settings)
             found[name] = (
                 (high / low) ** 0.05 * low < value < high / (high / low) ** 0.05
@@ -274,12 +284,12 @@ def _value(name: str, settings: dict) -> float:
     return float(settings[name])
 
 
-def _places(about: Arm, draw: random.Random) -> dict[str, list[float]]:
+def _places(searched: dict, trials: int, draw: random.Random) -> dict[str, list[float]]:
     """Where in a range each trial is, from 0 to 1: a Latin hypercube."""
     found = {}
-    for name, where in about.searched.items():
+    for name, where in searched.items():
         if isinstance(where, tuple):
-            parts = [(k + draw.random()) / about.trials for k in range(about.trials)]
+            parts = [(k + draw.random()) / trials for k in range(trials)]
             draw.shuffle(parts)
             found[name] = parts
     return found

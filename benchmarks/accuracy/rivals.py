@@ -29,13 +29,23 @@ ADADPS = {
     "moments": ["batch-squares", "example-squares"],
     **CLIPS,
 }
+GEP = {
+    **MOMENTUM,
+    "clip_norm": [0.3, 1.0, 3.0],
+    "basis": [20, 50],
+    "residual_clip": [0.1, 0.2, 0.5],
+    "residual_share": [0.25, 0.5],
+}
+LARGER_STEP = {"effective_step": ("log", 0.3, 20.0)}
 #: Steps that an average of the iterates reaches back: 33, 50, 100, 200.
 AVERAGE = {"average": [0.97, 0.98, 0.99, 0.995]}
 TRIALS = 12
 
 
-def _arm(recipe, fixed, searched):
-    return SimpleNamespace(recipe=recipe, fixed=fixed, searched=searched, trials=TRIALS)
+def _arm(recipe, fixed, searched, again=None):
+    return SimpleNamespace(
+        recipe=recipe, fixed=fixed, searched=searched, trials=TRIALS, again=again
+    )
 
 
 def _whitened(recipe, searched, fixed=None):
@@ -48,18 +58,7 @@ ARMS = {
     "dp-adam": _arm("dp-adam", {}, {"learning_rate": ("log", 1e-4, 2e-2), **CLIPS}),
     "adadps public": _arm("adadps", PUBLIC, ADADPS),
     "adadps pink": _arm("adadps", {}, {**ADADPS, "spectral_power": [2.0, 3.0]}),
-    "gep": _arm(
-        "gep",
-        {},
-        {
-            "effective_step": ("log", 0.3, 20.0),
-            **MOMENTUM,
-            "clip_norm": [0.3, 1.0, 3.0],
-            "basis": [20, 50],
-            "residual_clip": [0.1, 0.2, 0.5],
-            "residual_share": [0.25, 0.5],
-        },
-    ),
+    "gep": _arm("gep", {}, {**STEP, **GEP}, {**LARGER_STEP, **GEP}),
     "disk": _arm("disk", {}, {**KALMAN, **CLIPS}),
     "dp-adambc": _arm("dp-adambc", {}, {**ADAMBC, **CLIPS}),
     "dp-stp": _arm(
