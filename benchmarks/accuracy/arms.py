@@ -147,13 +147,25 @@ DIAGONAL = {
     for k, v in MORE_WHITENED.items()
     if k not in ("rank", "spectral_power")  # it has no eigenpairs, the images no power
 }
+
+
+def _but_rate(searched: dict) -> dict:
+    return {k: v for k, v in searched.items() if k != "learning_rate"}
+
+
+#: The first eight trials of these arms have steps that are mostly too short.
+LONGER = {"effective_step": ("log", 1.0, 20.0), "momentum": [0.0, 0.9]}
 NGD = {
-    "dp-sgd": Arm("dp-sgd", NORMALISED, STEPS, 8),
+    "dp-sgd": Arm(
+        "dp-sgd", NORMALISED, STEPS, 8, again={**LONGER, **rivals.CLIPS}
+    ),
     "diagonal public": Arm(
-        "dp-kfc", {"diagonal": True, **PUBLIC, **NORMALISED}, DIAGONAL, 8
+        "dp-kfc", {"diagonal": True, **PUBLIC, **NORMALISED}, DIAGONAL, 8,
+        again={**_but_rate(DIAGONAL), **LONGER, "damping": ("log", 0.001, 0.1)},
     ),
     "dp-kfc": Arm(
-        "dp-kfc", {"side": "a", **SYNTHETIC, **NORMALISED}, MORE_WHITENED, 8
+        "dp-kfc", {"side": "a", **SYNTHETIC, **NORMALISED}, MORE_WHITENED, 8,
+        again={**_but_rate(MORE_WHITENED), **LONGER},
     ),
     "dp-ngd public": Arm("dp-ngd", PUBLIC, NATURAL, 8),
     "dp-ngd synthetic": Arm(
@@ -220,14 +232,16 @@ TABLES: dict[str, Table] = {
 def trials(table: str, arm: str) -> list[dict[str, object]]:
     """The settings of every trial of an arm."""
     about = TABLES[table].arms[arm]
-    found = _trials(about, about.searched, random.Random(f"{table}/{arm}"))
+    draw = random.Random(f"{table}/{arm}")
+    found = _trials(about, about.searched, draw, about.spread)
     if about.again is not None:
-        found += _trials(about, about.again, random.Random(f"{table}/{arm}"))
+        draw = random.Random(f"{table}/{arm}")
+        found += _trials(about, about.again, draw, True)
     return found
 
 
-def _trials(about: Arm, searched: dict, draw: random.Random) -> list[dict[str, object]]:
-    places = _places(searched, about.trials, draw) if about.spread else {}
+def _trials(about, searched, draw, spread) -> list[dict[str, object]]:
+    places = _places(searched, about.trials, draw) if spread else {}
     found = []
     for number in range(about.trials):
         own = {
@@ -264,13 +278,21 @@ def effective_step(settings: dict, learning_rate: float) -> float:
 
 
 def inside(table: str, arm: str, settings: dict[str, object]) -> dict[str, bool]:
-    """For every searched range, whether the value is off its outer twentieth."""
-    found = {}
+    """For every searched range, whether the value is off its outer twentieth.
+
+    Of two searches, that in which fewer values are at an edge.
+    """
     about = TABLES[table].arms[arm]
-    for name, where in about.searched.items():
+    searches = [about.searched] + ([about.again] if about.again else [])
+    found = [_inside(searched, settings) for searched in searches]
+    return max(found, key=lambda own: sum(own.values()) - len(own))
+
+
+def _inside(searched: dict, settings: dict[str, object]) -> dict[str, bool]:
+    found = {}
+    for name, where in searched.items():
         if isinstance(where, tuple):
-            wheres = [where, (about.again or about.searched)[name]]
-            low, high = min(w[1] for w in wheres), max(w[2] for w in wheres)
+            low, high = where[1:]
             value = _value(name, settings)
             found[name] = (
                 (high / low) ** 0.05 * low < value < high / (high / low) ** 0.05

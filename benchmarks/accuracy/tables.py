@@ -11,7 +11,7 @@ import statistics
 
 import ablation
 from accuracy import key, machine_file, read, rows
-from arms import PUBLIC_IMAGES, TABLES
+from arms import PUBLIC_IMAGES, TABLES, trials
 
 BASELINE = "dp-sgd"
 #: Two-sided 95 % quantiles of Student's t, by number of seeds.
@@ -165,7 +165,7 @@ def section(table, about, chosen, records):
         values = list(scores[row].values())
         tuned = row in arms
         validation = f"{100 * arms[row]['validation']:.2f}" if tuned else ""
-        count = about.arms[row].trials if tuned else ""
+        count = len(trials(about.tuned_in or table, row)) if tuned else ""
         above = "" if row == BASELINE else _above(scores[row], scores[BASELINE])
         lines.append(
             f"| {row} | {statistics.mean(values):.2f} | {statistics.stdev(values):.2f} "
