@@ -187,6 +187,42 @@ def ngd_table(data: str, epsilon: float) -> Table:
     )  # fmt: skip
 
 
+# -- DP-NGD's tables 3 and 4: curvature from private data, and the order of clipping ---
+
+PRIVATE = {"probe": "private", "refresh": 32}
+BOUNDS = {
+    "decay": [0.0, 0.8],
+    "input_bound": [0.3, 1.0, 3.0],
+    "output_bound": [0.1, 0.3, 1.0],
+}
+#: Learning rates: the map stretches the noise twice, or not at all.
+CLIP_ORDERS = {"before": ("log", 3e-4, 0.3), "after": ("log", 0.01, 3.0)}
+NGD_CHOICES = {
+    "dp-sgd": Arm("dp-sgd", {}, {**LONGER, **rivals.CLIPS}, 8, spread=True),
+    "dp-ngd public": Arm("dp-ngd", PUBLIC, NATURAL, 8, spread=True),
+    **{
+        f"dp-ngd private, share {share:g}": Arm(
+            "dp-ngd", {**PRIVATE, "curvature_share": share}, {**NATURAL, **BOUNDS}, 8,
+            spread=True,
+        )
+        for share in (0.2, 0.5)
+    },
+    **{
+        f"dp-ngd public, clip {order}": Arm(
+            "dp-ngd", {**PUBLIC, "clip_order": order},
+            {**NATURAL, "learning_rate": rates}, 8, spread=True,
+        )
+        for order, rates in CLIP_ORDERS.items()
+    },
+}  # fmt: skip
+NGD_PAPER = {
+    "dp-ngd public": "67.78",
+    "dp-ngd private, share 0.2": "56.12",
+    "dp-ngd private, share 0.5": "54.35",
+    "dp-ngd public, clip before": "61.25",
+    "dp-ngd public, clip after": "64.54",
+}
+
 # -- table 5: DP-KFC's tables 1 and 6, tuned at epsilon 1 and 8 -----------------------
 
 RIVALS = {
@@ -222,6 +258,10 @@ TABLES: dict[str, Table] = {
         for data in ("fashion_mnist", "cifar10")
         for epsilon in (1.0, 2.0)
     },
+    "cifar10 choices of dp-ngd": Table(
+        "dp_ngd_choices", "cifar10", "small-cnn", NGD_BATCH, NGD_EPOCHS, NGD_CHOICES,
+        epsilon=2.0, seeds=3, finalists=0, paper=NGD_PAPER,
+    ),
     **{
         f"mnist rivals epsilon {epsilon:g}": rivals_table(epsilon)
         for epsilon in RIVALS_TUNED_IN

@@ -64,6 +64,19 @@ found there are tested at both. Rows without trials take the settings of `dp-ngd
 but for what they name. A diverged run is scored by the net as it then stands.
 
 {NOT_COUNTED}""",
+    "dp_ngd_choices": f"""\
+# Two choices of DP-NGD
+
+{SOURCE}
+Tables 3 and 4 of the DP-NGD paper in short, measured anew: what becomes of it when its
+curvature is measured on the private data and paid for, and when gradients are clipped
+before or after the map instead of in the whitened space. Private factors are released
+with the gradient in one event and have a share of its squared clip bound (the paper
+splits the budget in two). {PUBLIC_IMAGES} public images otherwise, as in [DP-NGD and
+public images](dp_ngd.md); every arm has eight trials and three paired seeds. The
+paper's net is another, pretrained, so its figures are beside ours for their order.
+
+{NOT_COUNTED}""",
     "rivals": f"""\
 # Rivals of DP-KFC on MNIST
 
