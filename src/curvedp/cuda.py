@@ -1,20 +1,41 @@
-"""Work that is recorded once as a CUDA graph and then repeated in one launch."""
+"""Few launches instead of many: work recorded as a CUDA graph, copies made as one."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-__all__ = ["record"]
+__all__ = ["fill", "own_values", "record"]
 
 T = TypeVar("T")
 
+#: Where graphs are recorded, by device. Libraries keep a workspace for every stream.
+_streams: dict[torch.device, Any] = {}
+
+
+def own_values(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors, made together."""
+    copies = {name: torch.empty_like(value) for name, value in values.items()}
+    fill(copies, values)
+    return copies
+
+
+def fill(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy values to where others stand, by name."""
+    if places:
+        torch._foreach_copy_(list(places.values()), [values[name] for name in places])
+
 
 def record(
-    work: Callable[[], T], device: torch.device, *generators: torch.Generator
+    work: Callable[[], T],
+    device: torch.device,
+    *generators: torch.Generator,
+    pool: Any = None,
+    warm: bool = False,
 ) -> Callable[[], T]:
     """A function that repeats ``work`` with what lies in its inputs' memory by then.
 
@@ -27,6 +48,10 @@ def record(
         device: a CUDA device.
         generators: that it draws from besides torch's own. A replay reads seed and
             offset from them, so it draws anew as often as they move.
+        pool: memory that it shares with graphs which are replayed at other times, a
+            ``torch.cuda.graph_pool_handle()``: each may overwrite what another left.
+        warm: the same operations ran before, on other values, so that there is nothing
+            left to set up.
 
     Raises:
         RuntimeError: it needs the CPU in between.
@@ -36,13 +61,14 @@ def record(
     for generator in generators:
         graph.register_generator_state(generator)
     outside = torch.cuda.current_stream(device)
-    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _stream(device)
     stream.wait_stream(outside)
     with torch.cuda.stream(stream):
-        work()
+        if not warm:
+            work()
         torch.cuda.synchronize(device)
         # other threads (a loader's, say) may go on using the device meanwhile
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             results = work()
         except BaseException:
@@ -58,3 +84,9 @@ def record(
         return results
 
     return replay
+
+
+def _stream(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]

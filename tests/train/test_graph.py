@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from curvedp import Trainer, make_private
 from curvedp.errors import ConfigurationError, LoopError
 from curvedp.recipes import RECIPES
+from curvedp.train.graph import CudaCapture
 from curvedp.train.losses import LOSSES
 
 from .test_whitened_recipes import PRIVATE, attach, examples, model
@@ -21,22 +22,40 @@ LOSS = LOSSES["cross-entropy"]
 
 
 class Twin:
-    """Repeats a pass by running it; ``count`` says how often one was recorded."""
+    """Repeats work by running it; ``count`` says how often a pass was recorded.
+
+    Results stand where the first ones stood, as those of a replay do. What an earlier
+    recording gave out is spoilt: graphs share their memory.
+    """
 
     def __init__(self):
         self.count = 0
+        self.back_maps = 0
+        self.given = []
 
     def __call__(self, work, device):
-        self.count += 1
-        part, loss = work()
+        first = work()
+        is_pass = isinstance(first, tuple)
+        self.count += is_pass
+        self.back_maps += not is_pass
+        for place in self.given:
+            place.fill_(float("nan"))
+        places = tensors(first)
+        self.given = places
 
         def replay():
-            again, other = work()
-            for name, place in part.values.items():
-                place.copy_(again.values[name])
-            return part, loss.copy_(other)
+            for place, value in zip(places, tensors(work()), strict=True):
+                place.copy_(value)
+            return first
 
         return replay
+
+
+def tensors(result):
+    if isinstance(result, tuple):
+        part, loss = result
+        return [*part.values.values(), loss]
+    return list(result.values())
 
 
 def graphed(private):
@@ -61,8 +80,11 @@ def test_a_recorded_run_is_the_same_to_the_bit(recipe):
     found, recorded = train(private)
     assert found == losses
     assert same(recorded, weights)
-    whitened = RECIPES[recipe].curvature is not None
-    assert twin.count == (3 if whitened else 1)  # refreshed at steps 0, 3 and 6
+    curvature = RECIPES[recipe].curvature
+    refreshes = 1 if curvature is None else 3  # at steps 0, 3 and 6
+    assert twin.count == refreshes
+    mapped = curvature is not None and curvature.read_out != "none"
+    assert twin.back_maps == (refreshes if mapped else 0)
 
 
 class Blind(Twin):
@@ -208,11 +230,41 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_touched(tmp_path)
         ).fit(TensorDataset(*examples().tensors))  # fmt: skip
 
 
-def test_a_step_that_needs_the_cpu_says_so(monkeypatch):
-    def refused(work, device):
-        raise RuntimeError("operation not permitted when stream is capturing")
+class Recorder:
+    """Stands for ``record``; ``refuses`` says which calls fail."""
 
-    monkeypatch.setattr("curvedp.train.graph.record", refused)
+    def __init__(self, monkeypatch, refuses=lambda warm: False):
+        self.calls = []
+        self.refuses = refuses
+        handles = iter(range(100))
+        monkeypatch.setattr("curvedp.train.graph.record", self)
+        monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: next(handles))
+
+    def __call__(self, work, device, pool=None, warm=False):
+        self.calls.append((pool, warm))
+        if self.refuses(warm):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return work
+
+
+def test_graphs_that_follow_each_other_share_memory_and_are_not_run_before(monkeypatch):
+    recorder = Recorder(monkeypatch)
+    capture = CudaCapture()
+    for value in (1, 2, 3):
+        assert capture(lambda value=value: value, "cuda")() == value
+    assert recorder.calls == [(0, False), (0, True), (0, True)]
+
+
+def test_what_has_to_be_set_up_first_is_run_before(monkeypatch):
+    recorder = Recorder(monkeypatch, refuses=lambda warm: warm)
+    capture = CudaCapture()
+    for value in (1, 2):
+        assert capture(lambda value=value: value, "cuda")() == value
+    assert recorder.calls == [(0, False), (0, True), (1, False)]
+
+
+def test_a_step_that_needs_the_cpu_says_so(monkeypatch):
+    Recorder(monkeypatch, refuses=lambda warm: True)
     private = attach(examples(), "dp-sgd")
     private._graphed = private._engine.graphed(LOSS)
     with pytest.raises(ConfigurationError, match="leave cuda_graph out"):

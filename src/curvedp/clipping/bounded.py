@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvedp.barrier import ClippedSum
 from curvedp.clipping.rules import ClippingRule, Seen
+from curvedp.cuda import own_values
 from curvedp.errors import ConfigurationError
 from curvedp.layers.grouping import grouped
 from curvedp.layers.io import LayerIO
@@ -94,15 +95,19 @@ def _weighted_sum(
     whitener: Whitener,
 ) -> dict[str, Tensor]:
     """``sum_i c_i g_i`` with weights ``[L, B]``, an entry for every parameter."""
-    total = {
-        name: torch.zeros(p.shape, device=p.device, dtype=compute_dtype(p))
-        for name, p in parameters.items()
-    }
+    found: dict[str, Tensor] = {}
     for io, weight in zip(ios, weights, strict=True):
         # a map may stretch the sum's rounding: it says how precise it has to be
         dtype = whitener.sum_dtype(io)
         for name, part in io.weighted_sum(weight, dtype).items():
-            total[name] = total[name] + part
+            found[name] = found[name] + part if name in found else part
+    total = {}
+    for name, p in parameters.items():
+        wide = compute_dtype(p)
+        if name in found:
+            total[name] = found[name].to(torch.promote_types(wide, found[name].dtype))
+        else:
+            total[name] = torch.zeros(p.shape, device=p.device, dtype=wide)
     return total
 
 
@@ -121,5 +126,4 @@ def own_copy(part: ClippedSum, step: int) -> ClippedSum:
 
     For a part that lies where the next one will be computed.
     """
-    values = {name: value.clone() for name, value in part.values.items()}
-    return ClippedSum(values, part.bound, part.frame, step)
+    return ClippedSum(own_values(part.values), part.bound, part.frame, step)

@@ -136,9 +136,9 @@ class RandomStreams:
         """
         generator = self.generator(Stream.NOISE, *at)
         std = multiplier * bound
-        drawn = self._normals_like(list(values.values()), generator)
-        pairs = zip(values.items(), drawn, strict=True)
-        return {n: value + std * noise for (n, value), noise in pairs}, std
+        plain = list(values.values())
+        noise = torch._foreach_mul(self._normals_like(plain, generator), std)
+        return dict(zip(values, torch._foreach_add(plain, noise), strict=True)), std
 
     def _normals_like(
         self, values: Sequence[Tensor], generator: np.random.Generator

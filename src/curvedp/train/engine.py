@@ -31,7 +31,7 @@ from curvedp.layers import Coverage, PerExampleLoss, Recording
 from curvedp.noise import NoiseState, RandomStreams
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalBatch, PhysicalLoader, Views
-from curvedp.train.graph import Capture, GraphedPass
+from curvedp.train.graph import Capture, GraphedPass, GraphedReadOut
 from curvedp.train.guard import (
     refuse_changes,
     refuse_foreign_gradients,
@@ -39,7 +39,7 @@ from curvedp.train.guard import (
 )
 from curvedp.train.journal import Journal
 from curvedp.train.whitened import WhitenerSource
-from curvedp.update import Chain, apply_release, read_out
+from curvedp.update import BackMap, Chain, apply_release
 from curvedp.whitening import IdentityWhitener, Whitener
 
 __all__ = ["Engine"]
@@ -107,7 +107,7 @@ class Engine:
         self.step = 0
         self._coverage = coverage
         self.whiteners = whiteners
-        self._back_map = back_map
+        self._back = BackMap(back_map)
         self._chain = chain
         self._loader = loader
         self._mechanism = plan.mechanism()
@@ -281,7 +281,11 @@ class Engine:
     def graphed(
         self, loss: PerExampleLoss, capture: Capture | None = None
     ) -> GraphedPass:
-        """The pass over a batch as a graph; see :mod:`curvedp.train.graph`."""
+        """The pass over a batch as a graph; see :mod:`curvedp.train.graph`.
+
+        The way back from the whitened frame is recorded too from then on.
+        """
+        self._back = BackMap(self._back.kind, GraphedReadOut(capture))
         return GraphedPass(
             self.model,
             self._coverage,
@@ -325,18 +329,14 @@ class Engine:
             rule=rule,
             chain=self._chain,
             state=self.chain_state,
-            back=partial(
-                read_out,
-                whitener=self.whiteners.at(release.step),
-                back_map=self._back_map,
-            ),
+            back=partial(self._back, whitener=self.whiteners.at(release.step)),
         )
         self.whiteners.observe(release, rule, divisor)
         self.step = release.step + 1
 
     def _clip_map(self, step: int) -> Whitener:
         """The map in whose coordinates gradients are clipped and get their noise."""
-        return _AS_IT_IS if self._back_map == "forward" else self.whiteners.at(step)
+        return _AS_IT_IS if self._back.kind == "forward" else self.whiteners.at(step)
 
     def _rule(self) -> ClippingRule:
         """The clip rule as releases so far have made it."""

@@ -12,13 +12,15 @@ graph is recorded again whenever something that it took for granted is another:
 
 Payment, noise, journal and optimiser are outside: their order on the disk is what the
 guarantee rests on (:mod:`curvedp.train.engine`). The noise has a graph of its own
-(:mod:`curvedp.noise.graphed`).
+(:mod:`curvedp.noise.graphed`), and so has the way back from the whitened frame.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +28,31 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from curvedp.barrier import ClippedSum
 from curvedp.clipping import ClippingRule, clipped_sum, own_copy
-from curvedp.cuda import record
+from curvedp.cuda import fill, own_values, record
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Coverage, PerExampleLoss, Recording, as_call
+from curvedp.update import mapped_back
 from curvedp.whitening import Whitener
 
-__all__ = ["Capture", "GraphedPass", "cuda_capture"]
+__all__ = ["Capture", "CudaCapture", "GraphedPass", "GraphedReadOut"]
+
+T = TypeVar("T")
 
 #: A pass: the bounded sum of a batch, and its mean loss.
 Pass = Callable[[], tuple[ClippedSum, Tensor]]
 
-#: From a pass to one that repeats it with whatever its inputs' memory holds by then.
-Capture = Callable[[Pass, torch.device], Pass]
+
+class Capture(Protocol):
+    """From work to a function that repeats it, with what its inputs then hold.
+
+    What that returns is overwritten by the next call, of it or of any other function
+    from the same capture.
+    """
+
+    def __call__(
+        self, work: Callable[[], T], device: torch.device
+    ) -> Callable[[], T]: ...
+
 
 #: Graphs kept at a time; a run has one, or a few where the batches differ in shape.
 MOST_GRAPHS = 8
@@ -56,8 +71,7 @@ class GraphedPass:
         capture: how a pass is recorded; its slow twin runs the pass again.
 
     Attributes:
-        loss: mean over the rows of the last batch, padding included; private, and
-            overwritten by the next call.
+        loss: mean over the rows of the last batch, padding included; private.
     """
 
     def __init__(
@@ -77,7 +91,7 @@ class GraphedPass:
         self._rows = rows
         self._slots = slots
         self._views = views
-        self._capture = capture or cuda_capture
+        self._capture = capture or CudaCapture()
         self._graphs: dict[Hashable, tuple[list[Any], Pass]] = {}
         self._whitener: Whitener | None = None
         self.loss: Tensor | None = None
@@ -98,27 +112,22 @@ class GraphedPass:
         ``point`` is where gradients are taken, if not at the parameters. With the
         guarantees of :func:`curvedp.clipping.clipped_sum`.
         """
-        if whitener is not self._whitener:
-            self._forget()
-            self._whitener = whitener
         leaves, spec = tree_flatten((inputs, targets, present, point))
         key = (_signature(leaves), str(spec), _state(self._model), rule)
-        if key not in self._graphs:
-            if len(self._graphs) == MOST_GRAPHS:
-                self._forget()
-            self._graphs[key] = self._record(leaves, spec, rule, whitener)
+        stale = whitener is not self._whitener
+        if stale or key not in self._graphs:
+            new = self._record(leaves, spec, rule, whitener)
+            # after it was recorded: its memory is theirs
+            if stale or len(self._graphs) == MOST_GRAPHS:
+                self._graphs.clear()
+            self._graphs[key], self._whitener = new, whitener
         places, replay = self._graphs[key]
         for place, leaf in zip(places, leaves, strict=True):
             if isinstance(place, Tensor):
                 place.copy_(leaf, non_blocking=True)
-        part, self.loss = replay()
+        part, loss = replay()
+        self.loss = loss.clone()
         return own_copy(part, step)
-
-    def _forget(self) -> None:
-        """Drop all graphs, and give back the memory that torch keeps for each."""
-        if self._graphs:
-            self._graphs.clear()
-            torch.cuda.empty_cache()
 
     def _record(
         self, leaves: list[Any], spec: TreeSpec, rule: ClippingRule, whitener: Whitener
@@ -176,14 +185,65 @@ def _state(model: nn.Module) -> Hashable:
     return tuple(found)
 
 
-def cuda_capture(work: Pass, device: torch.device) -> Pass:
-    """Record a pass as a CUDA graph."""
-    try:
-        return record(work, device)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise _not_recordable(error) from error
+class GraphedReadOut:
+    """:func:`curvedp.update.mapped_back`, recorded for the present whitener.
+
+    Args:
+        capture: how it is recorded.
+    """
+
+    def __init__(self, capture: Capture | None = None) -> None:
+        self._capture = capture or CudaCapture()
+        self._key: Hashable = None
+        self._whitener: Whitener | None = None
+        self._places: dict[str, Tensor] = {}
+        self._replay: Callable[[], Mapping[str, Tensor]] = dict
+
+    def __call__(
+        self, values: Mapping[str, Tensor], whitener: Whitener, back_map: str
+    ) -> dict[str, Tensor]:
+        """Values in the parameters' own coordinates, in memory of their own."""
+        key = (tuple(values), _signature(list(values.values())), back_map)
+        if whitener is not self._whitener or key != self._key:
+            self._places = own_values(values)
+            work = partial(mapped_back, self._places, whitener, back_map)
+            device = next(iter(values.values())).device
+            self._replay = self._capture(work, device)
+            self._key, self._whitener = key, whitener
+        fill(self._places, values)
+        return own_values(self._replay())
+
+
+class CudaCapture:
+    """Records work as CUDA graphs that share their memory, one replayed at a time.
+
+    A graph that takes another's place finds the same memory again. The first recording
+    runs the work beforehand. Those that follow repeat it with another whitener or batch
+    shape, for which there is mostly nothing to set up; if there is, it runs again.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._kept: Any = None
+
+    def __call__(self, work: Callable[[], T], device: torch.device) -> Callable[[], T]:
+        replay = None
+        if self._pool is not None:
+            with contextlib.suppress(RuntimeError):
+                replay = record(work, device, pool=self._pool, warm=True)
+        if replay is None:
+            replay = self._first(work, device)
+        self._kept = replay  # a pool without a graph cannot be used again
+        return replay
+
+    def _first(self, work: Callable[[], T], device: torch.device) -> Callable[[], T]:
+        self._pool = torch.cuda.graph_pool_handle()
+        try:
+            return record(work, device, pool=self._pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _not_recordable(error) from error
 
 
 def _not_recordable(error: Exception) -> ConfigurationError:

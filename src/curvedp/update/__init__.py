@@ -5,22 +5,25 @@ from curvedp.update.average import ExponentialAverage, IterateAverage, TailAvera
 from curvedp.update.chain import Chain
 from curvedp.update.kalman import KalmanFilter
 from curvedp.update.momentum import Momentum
-from curvedp.update.readout import read_out
+from curvedp.update.readout import BackMap, MapBack, mapped_back, read_out
 from curvedp.update.torch_optim import apply_release, noise_variance
 from curvedp.update.transform import Gradient, LookAhead, Transform
 
 __all__ = [
     "AdamBC",
+    "BackMap",
     "Chain",
     "ExponentialAverage",
     "Gradient",
     "IterateAverage",
     "KalmanFilter",
     "LookAhead",
+    "MapBack",
     "Momentum",
     "TailAverage",
     "Transform",
     "apply_release",
+    "mapped_back",
     "noise_variance",
     "read_out",
 ]

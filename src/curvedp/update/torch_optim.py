@@ -39,7 +39,8 @@ def apply_release(
     values, threshold = rule.read(release.values, expected_batch_size)
     if values.keys() != parameters.keys():
         raise ConfigurationError("the release is of other parameters than the model's")
-    mean = {name: value / expected_batch_size for name, value in values.items()}
+    divided = torch._foreach_div(list(values.values()), expected_batch_size)
+    mean = dict(zip(values, divided, strict=True))
     noise = None
     if chain.reads_noise:
         noise = noise_variance(release, rule, expected_batch_size)
