@@ -46,7 +46,8 @@ _ROLE = re.compile(r":(?:class|func|meth|data|mod|attr|exc):`~?([^`]+)`")
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Guarantees|Note):$")
 _ITEM = re.compile(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)$")
 _ADDRESS = re.compile(
-    r"<([\w.]+) object at 0x[0-9a-f]+>|<(?:function|class) '?([\w.]+)"
+    r"<([\w.]+) object at 0x[0-9a-f]+>"
+    r"|<(?:function|class) '?([\w.]+)'?(?: at 0x[0-9a-f]+)?>"
 )
 
 
@@ -177,7 +178,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
 
 
 def _named(match: re.Match[str]) -> str:
-    return match.group(1).rpartition(".")[2]
+    return (match.group(1) or match.group(2)).rpartition(".")[2]
 
 
 def _prose(thing: Any) -> str:
