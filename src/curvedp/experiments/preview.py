@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +24,11 @@ from curvedp.plan import Plan, SamplingPlan
 from curvedp.probes import PublicProbe
 from curvedp.recipes import Curvature, Recipe
 from curvedp.train import Progress, Statement, Trainer, per_example_loss
+from curvedp.train.explained import StepPlan
 from curvedp.train.settings import default_physical_batch_size
 from curvedp.train.statement import make_statement
 
-__all__ = ["Preview", "preview_run"]
+__all__ = ["Preview", "explain_run", "preview_run"]
 
 _TIMED_ROWS, _TIMED_STEPS = 64, 4
 #: Steps between refreshes of a run that makes none while it is timed.
@@ -182,29 +184,57 @@ def _expected_seconds(built: BuiltRun, sampling: SamplingPlan, physical: int) ->
 def _step_seconds(built: BuiltRun, recipe: Recipe, rows: int) -> float:
     """Of one step on synthetic rows, which stand in for public and private ones."""
     times: list[float] = []
+
+    def note(_: Progress) -> None:
+        times.append(time.monotonic())
+
+    trainer, synthetic = _stand_in(built, recipe, rows, rows, on_progress=note)
+    trainer.fit(synthetic)
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def explain_run(built: BuiltRun) -> StepPlan:
+    """How a step of the run would serve each layer, and what that takes.
+
+    On a copy of the model and with synthetic examples, as in :func:`preview_run`.
+    """
+    config = built.config
+    recipe = config.configured_recipe()
+    sampling = config.privacy_settings().sampling(len(built.train))
+    expected = sampling.expected_batch_size
+    trainer, synthetic = _stand_in(
+        built, recipe, _TIMED_ROWS, config.physical_batch_size, expected
+    )
+    return trainer.explain(synthetic)
+
+
+def _stand_in(
+    built: BuiltRun,
+    recipe: Recipe,
+    rows: int,
+    physical: int | None,
+    expected: float | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> tuple[Trainer, ArrayDataset]:
+    """A trainer of a copy of the model, and synthetic rows in the place of data."""
     synthetic = _synthetic(built, rows)
     probes = None
     recipe = replace(recipe, pretraining=None)  # before the steps
     if recipe.curvature is not None and recipe.curvature.probe in ("public", "oracle"):
         recipe = recipe.configure(probe="public")
         probes = PublicProbe(synthetic, allow_repeats=True)
-
-    def note(_: Progress) -> None:
-        times.append(time.monotonic())
-
     settings: dict[str, Any] = {"noise_multiplier": 1.0} if recipe.private else {}
     trainer = Trainer(
         copy.deepcopy(built.model),
         built.loss,
         recipe,
-        physical_batch_size=rows,
-        on_progress=note,
+        physical_batch_size=physical,
+        on_progress=on_progress or (),
         sample_rate=1.0,
         steps=_TIMED_STEPS,
-        expected_batch_size=rows,
+        expected_batch_size=rows if expected is None else expected,
         delta=1e-9,
         probes=probes,
         **settings,
     )
-    trainer.fit(synthetic)
-    return (times[-1] - times[0]) / (len(times) - 1)
+    return trainer, synthetic

@@ -215,6 +215,7 @@ def make_private(
             loss_reduction=loss_reduction,
             run_dir=folder,
             graphed=None if recorded is None else engine.graphed(recorded),
+            synthetic=synthetic,
         )
     except BaseException:
         ledger.close()  # or the folder stays locked as long as this process lives

@@ -187,11 +187,17 @@ class LowRankRoot:
         return x * flat + ((x @ q) * extra) @ q.mT
 
     @cached_property
-    def core(self) -> Tensor:
-        """M ``[G, k, k]`` in ``R^2 = t^2 I + Q M Q^T``, whether or not Q^T Q = I."""
+    def squared(self) -> tuple[Tensor, Tensor]:
+        """``U [G, n, k]`` and ``w [G, k]`` with ``R^2 = t^2 I + U diag(w) U^T``.
+
+        Whether or not ``Q^T Q = I``: ``U = Q V`` with the eigenpairs ``V, w`` of what
+        stands between Q and ``Q^T``.
+        """
         extra = (self.values - self.tail[:, None]).unsqueeze(-1)
         inner = extra * (self.vectors.mT @ self.vectors) * extra.mT
-        return inner + torch.diag_embed(2 * self.tail[:, None] * extra.squeeze(-1))
+        core = inner + torch.diag_embed(2 * self.tail[:, None] * extra.squeeze(-1))
+        w, v = torch.linalg.eigh(core)
+        return self.vectors @ v, w
 
     @cached_property
     def largest(self) -> float:
