@@ -48,22 +48,14 @@ from pathlib import Path
 
 import torch
 from cost.contestants import CLIP, CONTESTANTS, NOISE, opacus_version, set_precision
+from cost.machine import PAGE, ROOT, processor
 from cost.measuring import child, measure
 from cost.nets import CELLS
 from cost.reporting import table, write_docs
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "performance.md"
 REPEATS = {"cpu": 15, "cuda": 20}
 #: What a stored result must have in common with this run to be gone on with.
 SAME = ("device", "machine", "threads", "torch", "opacus", "python", "repeats")
-
-
-def processor():
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def header(options):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cost.contestants import OURS, OUT_OF_MEMORY, PARTS, PLAIN, WHITENED
 from cost.measuring import REFRESH_EVERY, ratios
 
-__all__ = ["table", "write_docs"]
+__all__ = ["between_marks", "table", "write_docs"]
 
 
 def table(result):
@@ -101,13 +101,15 @@ def _mode(contestant):
 
 def write_docs(result, page):
     """Put the tables between the page's marks for this device."""
-    text = page.read_text(encoding="utf-8")
-    begin = f"<!-- step_cost {result['device']}: begin -->"
-    end = f"<!-- step_cost {result['device']}: end -->"
-    if begin not in text or end not in text:
+    between_marks(page, f"step_cost {result['device']}", table(result))
+
+
+def between_marks(page, name, text):
+    """Put a text in the place of what stands between two marks of a page."""
+    whole = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if begin not in whole or end not in whole:
         raise SystemExit(f"{page} has no marks {begin} and {end}")
-    head, _, rest = text.partition(begin)
+    head, _, rest = whole.partition(begin)
     _, _, tail = rest.partition(end)
-    page.write_text(
-        f"{head}{begin}\n\n{table(result)}\n\n{end}{tail}", encoding="utf-8"
-    )
+    page.write_text(f"{head}{begin}\n\n{text}\n\n{end}{tail}", encoding="utf-8")

@@ -46,7 +46,8 @@ class StepPlan:
 
     def pass_flops(self, row: Choice) -> float:
         """Of forward and backward pass of a physical batch."""
-        return self.physical_batch_size * row.forward_backward.flops
+        each = row.forward_backward.flops
+        return self.physical_batch_size * each + row.once.flops
 
     def norm_flops(self, row: Choice) -> float:
         """Of the norms, without a map."""

@@ -65,6 +65,7 @@ class Choice:
         norm: what norms add to it.
         whitening: what the map adds to the norms.
         mapping: of the sum, once for every physical batch.
+        once: of the plain pass, likewise: an embedding's gradient has all its rows.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Choice:
     norm: Work = _NO_WORK
     whitening: Work = _NO_WORK
     mapping: Work = _NO_WORK
+    once: Work = _NO_WORK
 
 
 def choices(
@@ -254,8 +256,15 @@ def _joint(layer: JointMap, plain: Choice, shape: DenseShape) -> Choice:
 def _lookup(layer: LayerMap, io: LookupIO) -> Choice:
     n = float(sum(d[0].numel() for _, d in io.calls))
     read, measured = Work(0.0, 2 * n), Work(0.0, 4 * n)
+    table = Work(0.0, float(io.rows * io.calls[0][1].shape[-1]))
     plain = Choice(
-        io.name, io.names, None, "rows", forward_backward=read, norm=measured
+        io.name,
+        io.names,
+        None,
+        "rows",
+        forward_backward=read,
+        norm=measured,
+        once=table,
     )
     if isinstance(layer, IdentityMap):
         return plain

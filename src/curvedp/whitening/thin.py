@@ -27,7 +27,7 @@ from torch import Tensor
 
 from curvedp.layers.costs import NormMethod
 from curvedp.layers.precision import ROUNDING
-from curvedp.whitening.roots import IdentityRoot, LowRankRoot, Root
+from curvedp.whitening.roots import IdentityRoot, LowRankRoot, Root, rows_by
 
 __all__ = ["applies", "measures", "sq_norms", "times"]
 
@@ -83,14 +83,14 @@ def sq_norms(
 def _projected(a: Tensor, root: LowRankRoot) -> Tensor:
     """``a U``, ``[b, G, T, k]``, the bias column counted."""
     p, u = a.shape[3], root.squared[0]
-    au = a @ _matrix(u[:, :p])
+    au = rows_by(a, u[:, :p])
     return au + u[:, p:] if p < u.shape[1] else au
 
 
 def _gradient_projected(g: Tensor, d: Tensor, root: LowRankRoot) -> Tensor:
     """``g U``, ``[b, G, r, k]``, likewise."""
     p, u = g.shape[3], root.squared[0]
-    gu = g @ _matrix(u[:, :p])
+    gu = rows_by(g, u[:, :p])
     if p == u.shape[1]:
         return gu
     return gu + d.sum(2).unsqueeze(-1) * u[:, p:]
@@ -116,11 +116,6 @@ def times(
     if bias is None:
         return mapped, None
     return mapped, (bias * tail).baddbmm_(inside, last.mT)
-
-
-def _matrix(q: Tensor) -> Tensor:
-    """Without the groups' dimension where there is one group: one product for all."""
-    return q[0] if q.shape[0] == 1 else q
 
 
 def _sq(x: Tensor) -> Tensor:
