@@ -53,7 +53,7 @@ class Sweep:
     net: object
 
 
-def tokens(length=32, dim=64, depth=2, batch=16):
+def tokens(length=64, dim=128, depth=2, batch=16):
     options = {"dim": dim, "depth": depth, "heads": 4}
     return Net(f"tokens-{length}x{dim}x{depth}", (length,), batch, None, options, 1000)
 
@@ -62,14 +62,14 @@ SWEEPS = {
     "cpu": (
         Sweep("batch", "dpkfc-mnist", (32, 64, 128, 256, 512),
               lambda n: Net("dpkfc-mnist", (1, 28, 28), n, "dpkfc-mnist")),
-        Sweep("batch of tokens", "transformer 2x64, 32 tokens", (8, 16, 32, 64, 128),
+        Sweep("batch of tokens", "transformer 2x128, 64 tokens", (16, 32, 64, 128),
               lambda n: tokens(batch=n)),
-        Sweep("width", "transformer of 2 blocks, 32 tokens", (64, 128, 256, 512),
-              lambda n: tokens(dim=n, batch=8)),
-        Sweep("depth", "transformer of width 64, 32 tokens", (1, 2, 4, 8),
+        Sweep("width", "transformer of 2 blocks, 64 tokens", (64, 128, 256, 512),
+              lambda n: tokens(dim=n)),
+        Sweep("depth", "transformer of width 128, 64 tokens", (1, 2, 4, 8),
               lambda n: tokens(depth=n)),
-        Sweep("sequence length", "transformer 2x64", (16, 32, 64, 128, 256),
-              lambda n: tokens(length=n, batch=8)),
+        Sweep("sequence length", "transformer 2x128", (32, 64, 128, 256, 512),
+              lambda n: tokens(length=n)),
     ),
     "cuda": (
         Sweep("batch", "dpkfc-mnist", (256, 512, 1024, 2048, 4096),

@@ -339,3 +339,10 @@ def test_explain_plan_shows_every_layer_and_trains_nothing(call, flags, tmp_path
     for layer in found["layers"]:
         assert layer["layer"] in shown and layer["norms"] in shown
     call("train", *flags, "--recipe", "non-private", "--explain-plan", code=2)
+
+
+def test_the_physical_batch_size_can_be_found_out(call, flags):
+    options = ["train", *flags, "--dry-run", "--json", "--physical-batch-size"]
+    assert document(call(*options, "auto"))["physical_batch_size"] >= 30
+    assert document(call(*options, "7"))["physical_batch_size"] == 7
+    call(*options, "lots", code=2)

@@ -19,12 +19,13 @@ from curvedp.accounting import LedgerHeader, MemoryLedger
 from curvedp.data import ArrayDataset, Task
 from curvedp.experiments.building import BuiltRun
 from curvedp.experiments.runs import NOT_PRIVATE
-from curvedp.layers import Batch, Coverage, cover, synthesiser_like
+from curvedp.layers import Batch, Coverage, Synthesiser, cover, synthesiser_like
 from curvedp.plan import Plan, SamplingPlan
 from curvedp.probes import PublicProbe
 from curvedp.recipes import Curvature, Recipe
 from curvedp.train import Progress, Statement, Trainer, per_example_loss
 from curvedp.train.explained import StepPlan
+from curvedp.train.fitting import AUTO, fitting_rows
 from curvedp.train.settings import default_physical_batch_size
 from curvedp.train.statement import make_statement
 
@@ -115,7 +116,7 @@ def preview_run(built: BuiltRun) -> Preview:
     unsafe = config.unsafe_reproducible_noise is not None
     if recipe.private:
         plan = settings.plan(recipe, len(built.train))
-        found = _coverage(built)
+        found, synthesise = _coverage(built)
         coverage, held = found.explain(), found.activation_bytes
         header = LedgerHeader("dry-run", plan.relation, plan.delta)
         statement = make_statement(
@@ -128,9 +129,21 @@ def preview_run(built: BuiltRun) -> Preview:
             pretrained=recipe.pretraining is not None,
         )
     parameters = [p for p in built.model.parameters() if p.requires_grad]
-    physical = config.physical_batch_size or default_physical_batch_size(
-        sampling.expected_batch_size, held, parameters[0].device.type
-    )
+    expected, device = sampling.expected_batch_size, parameters[0].device.type
+    physical = config.physical_batch_size
+    if physical == AUTO and plan is not None:
+        physical = fitting_rows(
+            built.model,
+            found,
+            synthesise,
+            per_example_loss(built.loss),
+            plan.clipping,
+            expected_rows=expected * config.views,
+            slots=config.views,
+            size_is_public=sampling.public_size is not None,
+        )
+    if not isinstance(physical, int):
+        physical = default_physical_batch_size(expected, held, device)
     return Preview(
         recipe=recipe.name,
         private=config.private,
@@ -148,12 +161,13 @@ def preview_run(built: BuiltRun) -> Preview:
     )
 
 
-def _coverage(built: BuiltRun) -> Coverage:
+def _coverage(built: BuiltRun) -> tuple[Coverage, Synthesiser]:
     device = next(built.model.parameters()).device
     example = _synthetic(built, 1)
     template = Batch(example.inputs.to(device), example.targets.to(device))
     loss = per_example_loss(built.loss)
-    return cover(built.model, synthesiser_like(template, built.model), loss)
+    synthesise = synthesiser_like(template, built.model)
+    return cover(built.model, synthesise, loss), synthesise
 
 
 def _synthetic(built: BuiltRun, rows: int) -> ArrayDataset:
@@ -212,7 +226,7 @@ def _stand_in(
     built: BuiltRun,
     recipe: Recipe,
     rows: int,
-    physical: int | None,
+    physical: int | str | None,
     expected: float | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> tuple[Trainer, ArrayDataset]:

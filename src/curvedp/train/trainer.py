@@ -30,6 +30,7 @@ from curvedp.sampling import PhysicalLoader, PoissonSampler
 from curvedp.train.attach import make_private
 from curvedp.train.datasets import Augment, TrainingData, chosen_views
 from curvedp.train.explained import StepPlan
+from curvedp.train.fitting import AUTO
 from curvedp.train.losses import per_example_loss
 from curvedp.train.observers import EarlyStopping, Progress
 from curvedp.train.plain import fit_without_privacy
@@ -75,7 +76,8 @@ class Trainer:
         checkpoint_every: steps between checkpoints. The journal holds the releases of
             up to twice as many steps.
         journal: keep every release until the next checkpoint.
-        physical_batch_size: rows of a physical batch; bounds memory.
+        physical_batch_size: rows of a physical batch; bounds memory. "auto" takes what
+            fits.
         seed: of the public random streams (dropout and the like).
         unsafe_reproducible_noise: for tests; see :func:`curvedp.make_private`.
         show_private_training_loss: pass the training loss to ``on_progress``. It is a
@@ -105,7 +107,7 @@ class Trainer:
         run_dir: str | Path | None = None,
         checkpoint_every: int = 20,
         journal: bool = True,
-        physical_batch_size: int | None = None,
+        physical_batch_size: int | str | None = None,
         seed: int | None = None,
         unsafe_reproducible_noise: int | None = None,
         show_private_training_loss: bool = False,
@@ -315,9 +317,9 @@ class Trainer:
         )
         source = TrainingData.of(dataset, self._collate, self._loader_options)
         views = chosen_views(self._augment, self._views, self._streams)
-        return source.loader(
-            sampler, sampling.expected_batch_size, self._physical, views=views
-        )
+        # a reference keeps no per-example values: the default fits where a run would
+        size = None if self._physical == AUTO else self._physical
+        return source.loader(sampler, sampling.expected_batch_size, size, views=views)
 
     @contextmanager
     def reproducible_forward(
