@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cost.contestants import OURS, PLAIN, WHITENED, attach, private
+from cost.contestants import OURS, PLAIN, WHITENED, attach, clock_kind, private
 from cost.counting import counted, timed
 from cost.machine import ROOT, processor
 from cost.nets import CELLS, Net
@@ -169,6 +169,7 @@ def main():
         "device": device,
         "machine": torch.cuda.get_device_name() if cuda else processor(),
         "threads": options.threads,
+        "clock": clock_kind(device),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
@@ -180,8 +181,8 @@ def main():
     }
     if output.exists() and not options.again:
         stored = json.loads(output.read_text(encoding="utf-8"))
-        same = ("device", "machine", "threads", "torch", "repeats")
-        if all(stored[name] == result[name] for name in same):
+        same = ("device", "machine", "threads", "clock", "torch", "repeats")
+        if all(stored.get(name) == result[name] for name in same):
             result |= {name: stored[name] for name in ("rows", "whitening", "timed")}
 
     def keep():  # after every part, so that what was measured outlives an interruption

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cost.contestants import OURS, PLAIN, WHITENED
 from cost.machine import PAGE, ROOT
-from cost.reporting import between_marks
+from cost.reporting import between_marks, threads
 
 __all__ = ["write_scaling_docs"]
 
@@ -25,7 +25,7 @@ def write_scaling_docs(result):
         "",
         *_timed(result),
         f"{result['machine']}, torch {result['torch']}, Python {result['python']}, "
-        f"{result['threads']} thread(s); medians of {result['repeats']} rounds; "
+        f"{threads(result)}; medians of {result['repeats']} rounds; "
         f"{result['date']}.",
     ]
     between_marks(PAGE, f"scaling {device}", "\n".join(lines))
