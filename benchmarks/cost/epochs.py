@@ -104,6 +104,7 @@ def _ours(name, net, data, epochs):
         noise_multiplier=NOISE,
         batch_size=net.batch,
         epochs=epochs,
+        physical_batch_size="auto",  # whole batches, as Opacus takes them
         **({} if name == WHITENED else {"clipping": "flat"}),
     )
     batches = iter(own.loader)
