@@ -32,6 +32,10 @@ the gradients one example at a time does; otherwise the result says why not. It 
 torch, numpy and scipy alone: on a machine where nothing can be installed, its package
 folder on PYTHONPATH is enough.
 
+``--largest-batch GIB`` finds the largest batch of each contestant within that memory
+instead, and ``--epochs 5 --nets dpkfc-mnist`` times training as a user writes it, with
+sampling, loading and estimates of curvature.
+
 Cells (a net with its batch and precision) that the output file has from the same
 machine and the same versions are not measured again.
 """
@@ -44,26 +48,28 @@ import platform
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from cost.contestants import CLIP, CONTESTANTS, NOISE, opacus_version, set_precision
+from cost.contestants import (
+    CLIP,
+    CONTESTANTS,
+    NOISE,
+    clock_kind,
+    opacus_version,
+    set_precision,
+)
+from cost.epochs import run_epochs
+from cost.largest import contestants_of, find_largest
+from cost.machine import PAGE, ROOT, processor
 from cost.measuring import child, measure
 from cost.nets import CELLS
-from cost.reporting import table, write_docs
+from cost.reporting import table, write_docs, write_epochs_docs, write_largest_docs
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "performance.md"
 REPEATS = {"cpu": 15, "cuda": 20}
 #: What a stored result must have in common with this run to be gone on with.
-SAME = ("device", "machine", "threads", "torch", "opacus", "python", "repeats")
-
-
-def processor():
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+SAME = ("device", "machine", "threads", "clock", "torch", "opacus", "python", "repeats")
 
 
 def header(options):
@@ -72,6 +78,7 @@ def header(options):
         "device": options.device,
         "machine": torch.cuda.get_device_name() if cuda else processor(),
         "threads": options.threads,
+        "clock": clock_kind(options.device),
         "torch": torch.__version__,
         "opacus": opacus_version(),
         "python": platform.python_version(),
@@ -108,6 +115,18 @@ def parse():
     parser.add_argument("--again", action="store_true", help="measure all cells anew")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--write-docs", action="store_true")
+    parser.add_argument("--batch", type=int, help="instead of each net's own")
+    parser.add_argument(
+        "--largest-batch",
+        type=float,
+        metavar="GIB",
+        help="find the largest batch within so much memory, in place of timing",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        help="time so many epochs of the first net on 60 000 examples, in place",
+    )
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.precision = options.precision or "float32"
@@ -124,6 +143,61 @@ def parse():
     return options
 
 
+def chosen(options):
+    """The nets of this run, with the batch that was asked for."""
+    nets = [CELLS[options.device][name] for name in options.nets]
+    return [replace(net, batch=options.batch or net.batch) for net in nets]
+
+
+def results_file(options, name):
+    return ROOT / "benchmarks" / "results" / f"{name}_{options.device}.json"
+
+
+def stored_or(output, result):
+    """What an earlier run on the same machine has found, to be gone on with."""
+    if not output.exists():
+        return result
+    stored = json.loads(output.read_text(encoding="utf-8"))
+    same = all(stored.get(name) == result[name] for name in SAME if name != "repeats")
+    return stored if same else result
+
+
+def largest_batches(options):
+    output = options.output or results_file(options, "largest_batch")
+    limit = 1024 * options.largest_batch
+    fresh = header(options)
+    result = fresh if options.again else stored_or(output, fresh)
+
+    def keep():
+        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    for net in chosen(options):
+        for name in contestants_of(options.device):
+            key = {"net": net.name, "contestant": name, "limit_mib": limit}
+            key["precision"] = options.precision
+            rows = result["rows"]
+            same = [r for r in rows if all(r.get(k) == v for k, v in key.items())]
+            row = same[0] if same else key
+            if not same:
+                rows.append(row)
+            find_largest(net, name, options.device, limit, row, keep, __file__)
+            found = row.get("rows", row.get("refused"))
+            print(f"{net.name}, {name}: {found}", file=sys.stderr, flush=True)
+    if options.write_docs:
+        write_largest_docs(result, PAGE)
+
+
+def epochs(options):
+    output = options.output or results_file(options, "epochs")
+    result = header(options)
+    row = run_epochs(chosen(options)[0], options.epochs, options.repeats)
+    result["rows"] = [row]
+    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(row["epochs_seconds"]), json.dumps(row["over_opacus"]))
+    if options.write_docs:
+        write_epochs_docs(result, PAGE)
+
+
 def main():
     begun = time.perf_counter()
     options = parse()
@@ -131,15 +205,19 @@ def main():
     warnings.simplefilter("ignore")
     if options.child:
         name, contestant = options.child
-        return child(CELLS["cpu"][name], contestant)
-    result = header(options)
+        net = CELLS["cpu"][name]
+        return child(replace(net, batch=options.batch or net.batch), contestant)
     set_precision(options.precision)
-    default = ROOT / "benchmarks" / "results" / f"step_cost_{options.device}.json"
-    output = options.output or default
+    if options.largest_batch:
+        return largest_batches(options)
+    if options.epochs:
+        return epochs(options)
+    result = header(options)
+    output = options.output or results_file(options, "step_cost")
     result["rows"] = [] if options.again else stored_rows(output, result)
     known = {(row["net"], row["batch"], row["precision"]) for row in result["rows"]}
-    for name in options.nets:
-        net = CELLS[options.device][name]
+    for net in chosen(options):
+        name = net.name
         if (name, net.batch, options.precision) in known:
             print(f"{name}: measured before, see {output}", file=sys.stderr)
             continue

@@ -22,14 +22,17 @@ __all__ = [
     "OUT_OF_MEMORY",
     "PARTS",
     "PLAIN",
+    "RATE",
     "WHITENED",
     "Contestant",
     "Refused",
     "attach",
     "check",
+    "clock",
     "is_opacus",
     "is_out_of_memory",
     "opacus_version",
+    "private",
     "reason",
     "set_precision",
     "true_float32",
@@ -135,8 +138,9 @@ def attach(name, model, x, y, precision="float32", **probing):
     return _ours(model, x, y, forward, min(rows, len(x)), recipe, settings)
 
 
-def _ours(model, x, y, forward, rows, recipe, settings):
-    private = make_private(
+def private(model, x, y, recipe="dp-sgd", rows=None, **settings):
+    """A model attached to a batch that every step draws as a whole."""
+    return make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=RATE),
         TensorDataset(x.cpu(), y.cpu()),
@@ -147,25 +151,29 @@ def _ours(model, x, y, forward, rows, recipe, settings):
         sample_rate=1.0,
         steps=_STEPS,
         expected_batch_size=len(x),
-        physical_batch_size=rows,
+        physical_batch_size=rows or len(x),
         allow_large_delta=True,
         **settings,
     )
-    batches = iter(private.loader)
-    whiteners = private._engine.whiteners
+
+
+def _ours(model, x, y, forward, rows, recipe, settings):
+    own = private(model, x, y, recipe, rows, **settings)
+    batches = iter(own.loader)
+    whiteners = own._engine.whiteners
 
     def step():
         seconds, whole = 0.0, False
-        whiteners.at(private.step)  # a refresh that is due is timed apart
+        whiteners.at(own.step)  # a refresh that is due is timed apart
         while not whole:
             part, labels = (t.to(x.device) for t in next(batches))
-            whole = private.batch_is_whole
+            whole = own.batch_is_whole
             start = clock(x)
-            private.optimizer.zero_grad()
+            own.optimizer.zero_grad()
             with forward():
-                loss = private.loss(private.model(part), labels)
+                loss = own.loss(own.model(part), labels)
             loss.backward()
-            private.optimizer.step()
+            own.optimizer.step()
             seconds += clock(x) - start
         return seconds
 
@@ -229,10 +237,22 @@ def _opacus(mode, model, x, y, forward, noise, rate):
     return Contestant(step, rest=optimizer.zero_grad)
 
 
-def clock(x):
-    if x.is_cuda:
+def clock(x=None):
+    """Seconds: on a GPU when it has caught up; of this process alone if one thread.
+
+    Other work on the machine does not lengthen the time that a process has computed.
+    """
+    if x is not None and x.is_cuda:
         torch.cuda.synchronize()
-    return time.perf_counter()
+        return time.perf_counter()
+    return (
+        time.process_time() if clock_kind("cpu") == "process" else time.perf_counter()
+    )
+
+
+def clock_kind(device):
+    """How time is taken, for the result to say."""
+    return "process" if device == "cpu" and torch.get_num_threads() == 1 else "wall"
 
 
 # -- checking --------------------------------------------------------------------------

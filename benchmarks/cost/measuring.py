@@ -27,7 +27,18 @@ from cost.contestants import (
     reason,
 )
 
-__all__ = ["REFRESH_EVERY", "child", "measure", "ratios"]
+__all__ = [
+    "MEMORY_STEPS",
+    "MIB",
+    "REFRESH_EVERY",
+    "child",
+    "free",
+    "measure",
+    "peak",
+    "ratios",
+    "reset_peak",
+    "run_child",
+]
 
 WARM_UP, MEMORY_STEPS, MEMORY_RUNS = 3, 2, 2
 BLOCKS = 4
@@ -82,13 +93,13 @@ class _Field:
         """Attach, and estimate curvature where the contestant does; it may fail."""
         x, y = self.net.data(self.device)
         model = self.net.model(for_opacus=is_opacus(name)).to(self.device)
-        start = _reset_peak(self.device)
+        start = reset_peak(self.device)
         contestant = attach(name, model, x, y, self.precision)
         if contestant.refresh is not None:
             if self.device == "cuda":  # loads libraries, which no later one does
                 contestant.refresh()
             self.refresh_seconds = contestant.refresh()
-            self.refresh_peak = (_peak(self.device) - start) / MIB
+            self.refresh_peak = (peak(self.device) - start) / MIB
         return contestant, start
 
     def drop(self, name, error):
@@ -101,10 +112,10 @@ class _Field:
         for name in list(self.attached):
             try:
                 contestant, start = self.attach(name)
-                _reset_peak(self.device)
+                reset_peak(self.device)
                 for _ in range(MEMORY_STEPS):
                     contestant.step()
-                self.peaks[name] = [(_peak(self.device) - start) / MIB]
+                self.peaks[name] = [(peak(self.device) - start) / MIB]
                 contestant.rest()
                 self.attached[name] = contestant
             except Exception as error:
@@ -115,7 +126,7 @@ class _Field:
     def measure_memory_apart(self, script):
         """On a CPU: what the system says about a process for each contestant."""
         for name in list(self.attached):
-            runs = [_run_child(script, self.net, name) for _ in range(MEMORY_RUNS)]
+            runs = [run_child(script, self.net, name) for _ in range(MEMORY_RUNS)]
             self.peaks[name] = [steps for _, steps in runs]
             self.attached[name], _ = self.attach(name)
             if name == WHITENED:
@@ -175,8 +186,9 @@ def free():
 # -- memory ----------------------------------------------------------------------------
 
 
-def _run_child(script, net, name):
+def run_child(script, net, name):
     command = [sys.executable, script, "--child", net.name, name]
+    command += ["--batch", str(net.batch)]
     command += ["--threads", str(torch.get_num_threads())]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [float(word) for word in done.stdout.split()[-2:]]
@@ -188,19 +200,19 @@ def child(net, name):
     x, y = net.data("cpu")
     model = net.model(for_opacus=is_opacus(name))
     attach(PLAIN, copy.deepcopy(model), x[:1], y[:1]).step()
-    start = _reset_peak("cpu")
+    start = reset_peak("cpu")
     contestant = attach(name, model, x, y)
     if contestant.refresh is not None:
         contestant.refresh()
-    before = _peak("cpu") - start
+    before = peak("cpu") - start
     if contestant.refresh is not None:
-        _reset_peak("cpu")  # curvature is estimated now and then; attaching is not
+        reset_peak("cpu")  # curvature is estimated now and then; attaching is not
     for _ in range(MEMORY_STEPS):
         contestant.step()
-    print(before / MIB, (_peak("cpu") - start) / MIB)
+    print(before / MIB, (peak("cpu") - start) / MIB)
 
 
-def _reset_peak(device):
+def reset_peak(device):
     """Forget earlier peaks; what is in use now, in bytes."""
     gc.collect()
     if device == "cuda":
@@ -208,10 +220,10 @@ def _reset_peak(device):
         return torch.cuda.memory_allocated()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _peak(device)
+    return peak(device)
 
 
-def _peak(device):
+def peak(device):
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
@@ -226,12 +238,12 @@ def _peak(device):
 def summary(seconds, memory, refresh):
     """Medians; ours against the best mode of Opacus, whitened against ours."""
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    peak = {name: statistics.median(memory[name]) for name in seconds}
-    found = {"median_seconds": median, "median_peak_mib": peak}
+    peaks = {name: statistics.median(memory[name]) for name in seconds}
+    found = {"median_seconds": median, "median_peak_mib": peaks}
     rivals = [name for name in median if is_opacus(name)]
     if rivals:
         found["fastest_mode"] = min(rivals, key=median.__getitem__)
-        found["leanest_mode"] = min(rivals, key=peak.__getitem__)
+        found["leanest_mode"] = min(rivals, key=peaks.__getitem__)
     for ours in (OURS, PARTS, WHITENED):
         if ours not in median:
             continue
@@ -244,8 +256,8 @@ def summary(seconds, memory, refresh):
             found[ours] |= {
                 "time_over_fastest_mode": middle,
                 "time_quartiles": [low, middle, high],
-                "memory_over_fastest_mode": peak[ours] / peak[fastest],
-                "memory_over_leanest_mode": peak[ours] / peak[leanest],
+                "memory_over_fastest_mode": peaks[ours] / peaks[fastest],
+                "memory_over_leanest_mode": peaks[ours] / peaks[leanest],
             }
     if OURS in median and WHITENED in median:
         low, middle, high = ratios(seconds, WHITENED, OURS)
@@ -253,7 +265,7 @@ def summary(seconds, memory, refresh):
             "time": middle,
             "time_quartiles": [low, middle, high],
             "time_with_refresh": middle + refresh / REFRESH_EVERY / median[OURS],
-            "memory": peak[WHITENED] / peak[OURS],
+            "memory": peaks[WHITENED] / peaks[OURS],
         }
         if rivals:
             over = found[WHITENED]["time_over_fastest_mode"]

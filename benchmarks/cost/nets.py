@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from curvedp import models
+from curvedp.models.vit import _Block
 
-__all__ = ["CELLS", "Net"]
+__all__ = ["CELLS", "Net", "TokenTransformer"]
 
 COLOUR = (3, 32, 32)
 
@@ -23,8 +24,9 @@ class Net:
         name: as results call it.
         shape: of one input.
         batch: rows of a step.
-        built_in: name in ``curvedp.models``; None for the LSTM here.
-        options: of the built-in model.
+        built_in: name in ``curvedp.models``; None for a net of tokens here.
+        options: of the built-in model, or of the transformer.
+        vocabulary: of a net of tokens.
     """
 
     name: str
@@ -32,11 +34,14 @@ class Net:
     batch: int
     built_in: str | None
     options: dict[str, Any] = field(default_factory=dict)
+    vocabulary: int = 100
 
     def data(self, device):
         random = torch.Generator().manual_seed(1)
         if self.built_in is None:
-            x = torch.randint(0, 100, (self.batch, *self.shape), generator=random)
+            x = torch.randint(
+                0, self.vocabulary, (self.batch, *self.shape), generator=random
+            )
         else:
             x = torch.randn(self.batch, *self.shape, generator=random)
         y = torch.randint(0, 10, (self.batch,), generator=random)
@@ -44,6 +49,8 @@ class Net:
 
     def model(self, *, for_opacus=False):
         torch.manual_seed(0)
+        if self.built_in is None and self.options:
+            return TokenTransformer(self.vocabulary, self.shape[0], **self.options)
         if self.built_in is None:
             return Classifier(for_opacus)
         return models.build(self.built_in, self.shape, 10, **self.options)
@@ -66,6 +73,35 @@ class Classifier(nn.Module):
         return self.head(self.lstm(self.table(ids))[0][:, -1])
 
 
+class TokenTransformer(nn.Module):
+    """An encoder of the shape of BERT: tokens, positions, blocks, a head on the first.
+
+    Blocks normalise before they act, as those of the vision transformer here do.
+    """
+
+    def __init__(self, vocabulary, length, *, dim, depth, heads):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, dim)
+        self.positions = nn.Embedding(length, dim)
+        self.blocks = nn.Sequential(
+            *(_Block(dim, heads, 4 * dim) for _ in range(depth))
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, 10)
+
+    def forward(self, ids):
+        # a row of places for each example: Opacus takes no lookup without a batch
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        hidden = self.blocks(self.tokens(ids) + self.positions(places))
+        return self.head(self.norm(hidden[:, 0]))
+
+
+_BERT = {"dim": 768, "depth": 12, "heads": 12}
+_VIT_B = {"patch": 16, "dim": 768, "depth": 12, "heads": 12}
+_VIT_6 = {"dim": 384, "heads": 6}
+_PHOTO = (3, 224, 224)
+
+
 def _by_name(*nets):
     return {net.name: net for net in nets}
 
@@ -77,11 +113,18 @@ CELLS = {
         Net("lstm", (32,), 64, None),
         Net("vit", COLOUR, 32, "vit"),
         Net("wrn-16-4", COLOUR, 16, "wrn-16-4"),
+        Net("resnet-20", COLOUR, 64, "resnet-20"),
+        Net("vit-6x384", COLOUR, 16, "vit", _VIT_6),
+        Net("vit-b", _PHOTO, 2, "vit", _VIT_B),
+        Net("bert-base", (128,), 2, None, _BERT, 30522),
     ),
     "cuda": _by_name(
         Net("dpkfc-mnist", (1, 28, 28), 256, "dpkfc-mnist"),
         Net("wrn-16-4", COLOUR, 1024, "wrn-16-4"),
-        Net("vit-6x384", COLOUR, 1024, "vit", {"dim": 384, "heads": 6}),
+        Net("vit-6x384", COLOUR, 1024, "vit", _VIT_6),
         Net("resnet-20", COLOUR, 1024, "resnet-20"),
+        Net("vit-b", _PHOTO, 64, "vit", _VIT_B),
+        Net("bert-base", (128,), 64, None, _BERT, 30522),
+        Net("lstm", (32,), 1024, None),
     ),
 }

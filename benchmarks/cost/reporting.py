@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+
 from cost.contestants import OURS, OUT_OF_MEMORY, PARTS, PLAIN, WHITENED
 from cost.measuring import REFRESH_EVERY, ratios
 
-__all__ = ["table", "write_docs"]
+__all__ = [
+    "between_marks",
+    "table",
+    "threads",
+    "write_docs",
+    "write_epochs_docs",
+    "write_largest_docs",
+]
 
 
 def table(result):
@@ -18,7 +27,7 @@ def table(result):
     ]
     if reasons:
         lines += ["", "Who does not take a net says:", "", *reasons]
-    where = "GPU" if result["device"] != "cpu" else f"{result['threads']} thread(s)"
+    where = "GPU" if result["device"] != "cpu" else threads(result)
     precisions = ", ".join(sorted({row["precision"] for row in result["rows"]}))
     opacus = result["opacus"] or "absent"
     lines += [
@@ -101,13 +110,71 @@ def _mode(contestant):
 
 def write_docs(result, page):
     """Put the tables between the page's marks for this device."""
-    text = page.read_text(encoding="utf-8")
-    begin = f"<!-- step_cost {result['device']}: begin -->"
-    end = f"<!-- step_cost {result['device']}: end -->"
-    if begin not in text or end not in text:
-        raise SystemExit(f"{page} has no marks {begin} and {end}")
-    head, _, rest = text.partition(begin)
-    _, _, tail = rest.partition(end)
-    page.write_text(
-        f"{head}{begin}\n\n{table(result)}\n\n{end}{tail}", encoding="utf-8"
+    between_marks(page, f"step_cost {result['device']}", table(result))
+
+
+def write_largest_docs(result, page):
+    """The largest batches, a row for each net."""
+    groups = {}
+    for row in result["rows"]:
+        key = (row["net"], row["limit_mib"], row["precision"])
+        groups.setdefault(key, {})[row["contestant"]] = row
+    lines = [
+        "| net | memory, GiB | contestant | largest batch | over Opacus's largest |",
+        "|---|--:|---|--:|--:|",
+    ]
+    for (net, limit, precision), rows in groups.items():
+        found = {n: row["rows"] for n, row in rows.items() if "rows" in row}
+        best = max((v for n, v in found.items() if n.startswith("opacus")), default=0)
+        shown = net if precision == "float32" else f"{net}, {precision}"
+        for name in rows:
+            size = found.get(name, "does not take it")
+            over = f"{found[name] / best:.2f}" if best and name in found else ""
+            lines.append(f"| `{shown}` | {limit / 1024:g} | {name} | {size} | {over} |")
+    lines += ["", _machine(result)]
+    between_marks(page, f"largest {result['device']}", "\n".join(lines))
+
+
+def write_epochs_docs(result, page):
+    """The time of some epochs."""
+    (row,) = result["rows"]
+    lines = [
+        "| contestant | attach, s | step, ms | estimate of curvature, s | "
+        f"{row['epochs']} epochs, s | over opacus hooks | over opacus ghost |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, whole in row["epochs_seconds"].items():
+        over = [f"{v:.2f}" for v in row["over_opacus"].get(name, {}).values()]
+        step = 1e3 * statistics.median(row["step_seconds"][name])
+        estimate = row["refresh_seconds"].get(name)
+        shown = "" if estimate is None else f"{estimate:.2f}"
+        lines.append(
+            f"| {name} | {row['attach_seconds'][name]:.2f} | {step:.1f} | {shown} | "
+            f"{whole:.0f} | {' | '.join(over or ['', ''])} |"
+        )
+    lines += ["", _machine(result)]
+    between_marks(page, f"epochs {result['device']}", "\n".join(lines))
+
+
+def threads(result):
+    """How many, and how time was taken."""
+    own = ", its own CPU time" if result.get("clock") == "process" else ""
+    return f"{result['threads']} thread(s){own}"
+
+
+def _machine(result):
+    return (
+        f"{result['machine']}, {threads(result)}; torch {result['torch']}, "
+        f"Opacus {result['opacus']}, Python {result['python']}; {result['date']}."
     )
+
+
+def between_marks(page, name, text):
+    """Put a text in the place of what stands between two marks of a page."""
+    whole = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if begin not in whole or end not in whole:
+        raise SystemExit(f"{page} has no marks {begin} and {end}")
+    head, _, rest = whole.partition(begin)
+    _, _, tail = rest.partition(end)
+    page.write_text(f"{head}{begin}\n\n{text}\n\n{end}{tail}", encoding="utf-8")

@@ -327,3 +327,22 @@ def test_resume_starts_a_run_that_never_began(call, config, tmp_path):
         document(call("evaluate", "run", "--json"))["metrics"]
         == document(call("evaluate", "other", "--json"))["metrics"]
     )
+
+
+def test_explain_plan_shows_every_layer_and_trains_nothing(call, flags, tmp_path):
+    options = ["train", *flags, "--recipe", "dp-kfc", "--explain-plan"]
+    shown = call(*options).stdout
+    assert "map / pass" in shown and "full, before" in shown
+    found = document(call(*options, "--json"))
+    assert found["layers"] and found["physical_batch_size"] >= 30
+    assert not (tmp_path / "runs").exists()
+    for layer in found["layers"]:
+        assert layer["layer"] in shown and layer["norms"] in shown
+    call("train", *flags, "--recipe", "non-private", "--explain-plan", code=2)
+
+
+def test_the_physical_batch_size_can_be_found_out(call, flags):
+    options = ["train", *flags, "--dry-run", "--json", "--physical-batch-size"]
+    assert document(call(*options, "auto"))["physical_batch_size"] >= 30
+    assert document(call(*options, "7"))["physical_batch_size"] == 7
+    call(*options, "lots", code=2)

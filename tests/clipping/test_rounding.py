@@ -19,7 +19,8 @@ from curvedp.clipping import FlatClipping, NormalisedClipping, PerLayerClipping
 from curvedp.clipping.bounded import clipped_sum
 from curvedp.layers import Batch, Recording, cover, dense, lookup, precision
 from curvedp.layers.conv import ConvGeometry
-from curvedp.layers.dense import DenseIO, NormMethod
+from curvedp.layers.costs import NormMethod
+from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import DirectIO
 from curvedp.layers.linear import LinearGeometry
 from curvedp.layers.lookup import LookupIO

@@ -39,10 +39,10 @@ def test_servers_and_norms_come_from_the_shapes_seen():
     assert shown["act"][0] == "vmap"
     assert layers["wide"].inputs == (8, 64)
     assert layers["wide"].parameters == 64 * 65
-    # 6 T p r, and 2 T^2 (p + r + 1); p counts the bias
+    # 6 T p r; and 2 T^2 (p + r), with squares of all inputs and of the Gram matrix
     cost = layers["wide"].cost
-    assert cost.base_flops == 256 * 6 * 8 * 65 * 64
-    assert cost.extra_flops == 256 * 2 * 8 * 8 * (65 + 64 + 1)
+    assert cost.base_flops == 256 * 6 * 8 * 64 * 64
+    assert cost.extra_flops == 256 * 2 * (8 * 8 * (64 + 64 + 1) + 8 * (64 + 64))
     assert cost.kept_bytes == 256 * 8 * 64 * 4
     assert any("vmap" in note for note in found.notes)
 
@@ -64,7 +64,7 @@ def test_the_base_flops_are_those_of_torch():
         nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(), nn.Linear(32, 2)
     )
     found = diagnose(model, inputs=torch.zeros(2, 3, 4, 4), batch_size=1)
-    forward = 2 * 4 * 27 * 8 + 2 * 33 * 2  # the layer's formula counts the bias, too
+    forward = 2 * 4 * 27 * 8 + 2 * 32 * 2
     assert found.cost.base_flops == 3 * forward
 
 

@@ -11,7 +11,7 @@ from passes import SEED, add_up, flat, forced, largest_contribution, portions, r
 from curvedp.clipping import FlatClipping, NormalisedClipping, PerLayerClipping
 from curvedp.errors import CouplingError, CoverageError
 from curvedp.layers import cover
-from curvedp.layers.dense import NormMethod
+from curvedp.layers.costs import NormMethod
 from curvedp.testing import clipped_sum, per_example_gradients
 
 pytestmark = pytest.mark.filterwarnings(

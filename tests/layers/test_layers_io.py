@@ -9,9 +9,10 @@ from passes import flat, in_float64, record
 from torch import nn
 
 from curvedp.errors import LoopError
-from curvedp.layers import Batch, Recording, as_call, cover, dense, synthesiser_like
+from curvedp.layers import Batch, Recording, as_call, costs, cover, synthesiser_like
 from curvedp.layers.conv import ConvGeometry
-from curvedp.layers.dense import DenseIO, NormMethod, choose_method
+from curvedp.layers.costs import NormMethod, choose_method
+from curvedp.layers.dense import DenseIO
 from curvedp.layers.direct import Expanded
 from curvedp.layers.io import DirectIO
 from curvedp.testing import (
@@ -80,7 +81,7 @@ def test_norms_do_not_depend_on_the_chunks(method, monkeypatch):
     _, ios = recorded(net_called("image-conv-groups"))
     dense_ios = [replace(io, method=method) for io in ios if isinstance(io, DenseIO)]
     whole = [io.sq_norms() for io in dense_ios]
-    monkeypatch.setattr(dense, "CHUNK_ELEMENTS", {"cpu": 1})
+    monkeypatch.setattr(costs, "CHUNK_ELEMENTS", {"cpu": 1})
     for io, expected in zip(dense_ios, whole, strict=True):
         assert len(list(io.chunks())) == SIZE
         assert torch.allclose(io.sq_norms(), expected, rtol=SAME)
@@ -111,12 +112,12 @@ def test_a_gpu_writes_down_somewhat_larger_gradients(monkeypatch):
     coverage = cover(model, synthesiser_like(batch, model), loss)
     before = record(model, coverage, batch, SIZE, loss)
     assert all(isinstance(io, DenseIO) for io in before)
-    monkeypatch.setattr(dense, "SETTLED_OVER_KEPT", {"cpu": 3})
+    monkeypatch.setattr(costs, "SETTLED_OVER_KEPT", {"cpu": 3})
     convolution, head = record(model, coverage, batch, SIZE, loss)
     assert isinstance(convolution, DirectIO)
     assert isinstance(head, DenseIO)
     assert torch.allclose(convolution.sq_norms(), before[0].sq_norms(), rtol=SAME)
-    monkeypatch.setattr(dense, "SETTLED_OVER_KEPT", {"cpu": 2})
+    monkeypatch.setattr(costs, "SETTLED_OVER_KEPT", {"cpu": 2})
     assert isinstance(record(model, coverage, batch, SIZE, loss)[0], DenseIO)
 
 

@@ -7,7 +7,8 @@ from passes import SEED, add_up, flat, in_float64, record
 
 from curvedp.clipping import FlatClipping
 from curvedp.layers import cover, joined
-from curvedp.layers.dense import DenseIO, NormMethod
+from curvedp.layers.costs import NormMethod
+from curvedp.layers.dense import DenseIO
 from curvedp.layers.grouping import grouped
 from curvedp.layers.io import DirectIO, UnreachedIO
 from curvedp.layers.joined import JoinedIO

@@ -9,7 +9,8 @@ from curvedp.clipping import FlatClipping, NormalisedClipping
 from curvedp.clipping.bounded import clipped_sum
 from curvedp.curvature import SecondMoment
 from curvedp.layers import precision
-from curvedp.layers.dense import DenseIO, NormMethod
+from curvedp.layers.costs import NormMethod
+from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import DirectIO
 from curvedp.layers.linear import LinearGeometry
 from curvedp.layers.lookup import LookupIO

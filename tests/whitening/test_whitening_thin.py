@@ -7,7 +7,8 @@ from torch import nn
 from curvedp.clipping import FlatClipping
 from curvedp.clipping.bounded import clipped_sum
 from curvedp.layers.conv import ConvGeometry
-from curvedp.layers.dense import DenseIO, NormMethod
+from curvedp.layers.costs import NormMethod
+from curvedp.layers.dense import DenseIO
 from curvedp.layers.linear import LinearGeometry
 from curvedp.layers.precision import ROUNDING
 from curvedp.whitening import KroneckerMap, LayerwiseWhitener, maps, thin

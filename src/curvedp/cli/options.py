@@ -122,7 +122,8 @@ _OPTIONS: dict[str, Any] = {
         float | None, _option(_SAMPLING, "Divisor of the noisy sum.")
     ],
     "physical_batch_size": Annotated[
-        int | None, _option(_RUN, "Rows computed at once; bounds memory.")
+        str | None,
+        _option(_RUN, "Rows computed at once; bounds memory. auto: what fits."),
     ],
     "augment": Annotated[
         str | None,
@@ -246,6 +247,8 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
                 privacy = {k: v for k, v in privacy.items() if k not in theirs}
     table["privacy"] = {**privacy, **chosen}
     run = {k: given[k] for k in _RUN_KEYS if _is_given(given[k])}
+    if "physical_batch_size" in run:
+        run["physical_batch_size"] = read_value(run["physical_batch_size"])
     if given["metric"]:
         run["metrics"] = [m for text in given["metric"] for m in text.split(",")]
     table["run"] = {**_subtable(table, "run"), **run}

@@ -1,12 +1,13 @@
-"""How a plan is shown by ``--dry-run``."""
+"""How plans are shown by ``--dry-run`` and ``--explain-plan``."""
 
 from __future__ import annotations
 
 from curvedp.cli.output import print_statement, results, rows_of
 from curvedp.experiments import NOT_PRIVATE, Preview
 from curvedp.recipes import Curvature
+from curvedp.train import StepPlan
 
-__all__ = ["curvature_rows", "print_preview"]
+__all__ = ["curvature_rows", "print_preview", "print_step_plan"]
 
 
 def print_preview(preview: Preview) -> None:
@@ -49,6 +50,12 @@ def print_preview(preview: Preview) -> None:
     if preview.statement is not None:
         results.print()
         print_statement(preview.statement)
+
+
+def print_step_plan(plan: StepPlan) -> None:
+    """What a step does with each layer, for people."""
+    results.print("Plan of a step (nothing is trained)", style="bold")
+    results.print(str(plan), markup=False, soft_wrap=True)
 
 
 def curvature_rows(curvature: Curvature) -> list[tuple[str, str]]:

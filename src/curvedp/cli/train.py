@@ -27,7 +27,7 @@ from curvedp.cli.parameters import (
     RunDirArgument,
     RunDirOption,
 )
-from curvedp.cli.plans import print_preview
+from curvedp.cli.plans import print_preview, print_step_plan
 from curvedp.cli.sweep import resume_and_show_sweep, with_recipe
 from curvedp.errors import ConfigurationError, StorageError
 from curvedp.experiments import (
@@ -37,6 +37,7 @@ from curvedp.experiments import (
     StopRequest,
     build_run,
     default_run_dir,
+    explain_run,
     is_comparison,
     is_sweep,
     preview_run,
@@ -97,6 +98,13 @@ def train(
     ] = None,
     run_dir: RunDirOption = None,
     dry_run: DryRunFlag = False,
+    explain_plan: Annotated[
+        bool,
+        typer.Option(
+            "--explain-plan",
+            help="Show how each layer is served and what it costs; train nothing.",
+        ),
+    ] = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Train a private model, and say what the guarantee is.
@@ -114,6 +122,13 @@ def train(
     }
     own = _joined(own, parse_pairs(recipe_setting or [], "--set"))
     config = RunConfig.from_mapping(with_recipe(settings, recipe, own))
+    if explain_plan:
+        plan = explain_run(build_run(config))
+        if json_output:
+            print_json(plan.to_json())
+        else:
+            print_step_plan(plan)
+        return
     if dry_run:
         preview = preview_run(build_run(config))
         if json_output:

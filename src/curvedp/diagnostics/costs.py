@@ -1,13 +1,10 @@
 """What each layer sees, and what privacy adds to it: shapes measured, costs by formula.
 
-Per example, with G groups, T positions, p inputs (bias included) and r outputs:
+Dense layers are counted as :mod:`curvedp.layers.costs` says. Per example, the others:
 
 ===============  ==============================  ==================================
 layer            forward and backward            added by privacy
 ===============  ==============================  ==================================
-dense            ``6 G T p r``                   gram ``2 G T^2 (p + r + 1)``;
-                                                 instantiate ``2 G (T + 1) p r``;
-                                                 one position ``2 G (p + r)``
 embedding        none                            ``4 T r``
 written down     none                            two per output and parameter
 vmap, others     its products, counted           vmap: the same again
@@ -42,7 +39,8 @@ from curvedp.layers import (
     Synthesiser,
     as_call,
 )
-from curvedp.layers.dense import DenseIO, NormMethod, choose_method
+from curvedp.layers.costs import NormMethod, norm_work, pass_work
+from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO
 from curvedp.layers.lookup import LookupIO
 
@@ -181,22 +179,16 @@ def _work(io: LayerIO, way: str, seen: _Module, size: int) -> _Work:
 
 
 def _dense_work(io: DenseIO) -> _Work:
-    a, d = io.rows(slice(0, 1))
-    _, groups, t, p = a.shape
-    r = d.shape[3]
-    base, kept = 6.0 * groups * t * p * r, groups * t * r
-    if t == 1:
-        n = groups * (p + r)
-        return _Work("product", base, 2 * n, kept, kept, n, chunked=True)
-    if io.settles:  # in the place of the weight gradient, which is in the base
-        size, rows = groups * p * r, groups * t * (p + r)
-        return _Work("written", base, 4.0 * size, kept, size, rows, chunked=True)
-    method = io.method or choose_method(t, p, r)
-    gram = method is NormMethod.GRAM
-    extra = 2.0 * t * t * (p + r + 1) if gram else 2.0 * (t + 1) * p * r
-    square = 2 * t * t if gram else p * r
-    n = groups * (t * (p + r) + square)
-    return _Work(method.value, base, groups * extra, kept, kept, n, chunked=True)
+    shape = io.shape
+    g, t, p, r = shape.groups, shape.positions, shape.inputs, shape.outputs
+    written = io.settles
+    extra = norm_work(shape, written=written).flops
+    base, kept, rows = pass_work(shape).flops, g * t * r, g * t * (p + r)
+    if written:  # in the place of the weight gradient, which is in the base
+        return _Work("written", base, extra, kept, shape.size, rows, chunked=True)
+    square = {"gram": 2 * g * t * t, NormMethod.INSTANTIATE.value: shape.size}
+    scratch = rows + square.get(shape.norms, 0)
+    return _Work(shape.norms, base, extra, kept, kept, scratch, chunked=True)
 
 
 @dataclass

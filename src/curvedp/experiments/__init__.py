@@ -16,7 +16,7 @@ from curvedp.experiments.folder import RunFolder, default_run_dir
 from curvedp.experiments.inputs import read_inputs
 from curvedp.experiments.plots import plot_comparison
 from curvedp.experiments.predictions import predict_inputs
-from curvedp.experiments.preview import Preview, preview_run
+from curvedp.experiments.preview import Preview, explain_run, preview_run
 from curvedp.experiments.runs import (
     NOT_PRIVATE,
     RunResult,
@@ -52,6 +52,7 @@ __all__ = [
     "choose_device",
     "compare",
     "default_run_dir",
+    "explain_run",
     "is_comparison",
     "is_sweep",
     "load_trained",

@@ -29,6 +29,7 @@ from typing import Any
 
 from curvedp.errors import ConfigurationError
 from curvedp.recipes import Recipe, get_recipe
+from curvedp.train.fitting import AUTO
 from curvedp.train.losses import LOSSES
 from curvedp.train.metrics import METRICS
 from curvedp.train.settings import PrivacySettings
@@ -68,7 +69,7 @@ _PRIVACY_TYPES: dict[str, tuple[type, ...]] = {
 }
 _BY_RATE = ("sample_rate", "steps", "expected_batch_size")
 _RUN_TYPES: dict[str, tuple[type, ...]] = {
-    "physical_batch_size": (int,),
+    "physical_batch_size": (int, str),
     "seed": (int,),
     "unsafe_reproducible_noise": (int,),
     "device": (str,),
@@ -101,7 +102,8 @@ class RunConfig:
             that probes with public data; empty for none.
         public_data_options: what is declared about it.
         privacy: fields of :class:`curvedp.train.settings.PrivacySettings`.
-        physical_batch_size: rows that are computed at once; bounds memory.
+        physical_batch_size: rows that are computed at once; bounds memory. "auto" takes
+            what fits.
         seed: of the public random streams: initialisation, dropout, validation split.
         unsafe_reproducible_noise: for tests; there is no guarantee then.
         augment: name of an augmentation of images; empty for none.
@@ -134,7 +136,7 @@ class RunConfig:
     validation_data: str = ""
     validation_data_options: Mapping[str, Any] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
-    physical_batch_size: int | None = None
+    physical_batch_size: int | str | None = None
     seed: int | None = None
     unsafe_reproducible_noise: int | None = None
     augment: str = ""
@@ -160,6 +162,12 @@ class RunConfig:
         _one_of("metric", self.metrics, [*METRICS, "loss"])
         _one_of("loss", [self.loss] if self.loss else [], LOSSES)
         _one_of("device", [self.device], ["auto", "cpu", "cuda", "mps"])
+        if self.physical_batch_size not in (None, AUTO):
+            _check_types(
+                "run",
+                {"physical_batch_size": self.physical_batch_size},
+                {"physical_batch_size": (int,)},
+            )
         if self.checkpoint_every < 1:
             raise ConfigurationError(
                 f"checkpoint_every is {self.checkpoint_every}", "use 1 or more"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,15 +19,17 @@ from curvedp.accounting import LedgerHeader, MemoryLedger
 from curvedp.data import ArrayDataset, Task
 from curvedp.experiments.building import BuiltRun
 from curvedp.experiments.runs import NOT_PRIVATE
-from curvedp.layers import Batch, Coverage, cover, synthesiser_like
+from curvedp.layers import Batch, Coverage, Synthesiser, cover, synthesiser_like
 from curvedp.plan import Plan, SamplingPlan
 from curvedp.probes import PublicProbe
 from curvedp.recipes import Curvature, Recipe
 from curvedp.train import Progress, Statement, Trainer, per_example_loss
+from curvedp.train.explained import StepPlan
+from curvedp.train.fitting import AUTO, fitting_rows
 from curvedp.train.settings import default_physical_batch_size
 from curvedp.train.statement import make_statement
 
-__all__ = ["Preview", "preview_run"]
+__all__ = ["Preview", "explain_run", "preview_run"]
 
 _TIMED_ROWS, _TIMED_STEPS = 64, 4
 #: Steps between refreshes of a run that makes none while it is timed.
@@ -113,7 +116,7 @@ def preview_run(built: BuiltRun) -> Preview:
     unsafe = config.unsafe_reproducible_noise is not None
     if recipe.private:
         plan = settings.plan(recipe, len(built.train))
-        found = _coverage(built)
+        found, synthesise = _coverage(built)
         coverage, held = found.explain(), found.activation_bytes
         header = LedgerHeader("dry-run", plan.relation, plan.delta)
         statement = make_statement(
@@ -126,9 +129,21 @@ def preview_run(built: BuiltRun) -> Preview:
             pretrained=recipe.pretraining is not None,
         )
     parameters = [p for p in built.model.parameters() if p.requires_grad]
-    physical = config.physical_batch_size or default_physical_batch_size(
-        sampling.expected_batch_size, held, parameters[0].device.type
-    )
+    expected, device = sampling.expected_batch_size, parameters[0].device.type
+    physical = config.physical_batch_size
+    if physical == AUTO and plan is not None:
+        physical = fitting_rows(
+            built.model,
+            found,
+            synthesise,
+            per_example_loss(built.loss),
+            plan.clipping,
+            expected_rows=expected * config.views,
+            slots=config.views,
+            size_is_public=sampling.public_size is not None,
+        )
+    if not isinstance(physical, int):
+        physical = default_physical_batch_size(expected, held, device)
     return Preview(
         recipe=recipe.name,
         private=config.private,
@@ -146,12 +161,13 @@ def preview_run(built: BuiltRun) -> Preview:
     )
 
 
-def _coverage(built: BuiltRun) -> Coverage:
+def _coverage(built: BuiltRun) -> tuple[Coverage, Synthesiser]:
     device = next(built.model.parameters()).device
     example = _synthetic(built, 1)
     template = Batch(example.inputs.to(device), example.targets.to(device))
     loss = per_example_loss(built.loss)
-    return cover(built.model, synthesiser_like(template, built.model), loss)
+    synthesise = synthesiser_like(template, built.model)
+    return cover(built.model, synthesise, loss), synthesise
 
 
 def _synthetic(built: BuiltRun, rows: int) -> ArrayDataset:
@@ -182,29 +198,57 @@ def _expected_seconds(built: BuiltRun, sampling: SamplingPlan, physical: int) ->
 def _step_seconds(built: BuiltRun, recipe: Recipe, rows: int) -> float:
     """Of one step on synthetic rows, which stand in for public and private ones."""
     times: list[float] = []
+
+    def note(_: Progress) -> None:
+        times.append(time.monotonic())
+
+    trainer, synthetic = _stand_in(built, recipe, rows, rows, on_progress=note)
+    trainer.fit(synthetic)
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def explain_run(built: BuiltRun) -> StepPlan:
+    """How a step of the run would serve each layer, and what that takes.
+
+    On a copy of the model and with synthetic examples, as in :func:`preview_run`.
+    """
+    config = built.config
+    recipe = config.configured_recipe()
+    sampling = config.privacy_settings().sampling(len(built.train))
+    expected = sampling.expected_batch_size
+    trainer, synthetic = _stand_in(
+        built, recipe, _TIMED_ROWS, config.physical_batch_size, expected
+    )
+    return trainer.explain(synthetic)
+
+
+def _stand_in(
+    built: BuiltRun,
+    recipe: Recipe,
+    rows: int,
+    physical: int | str | None,
+    expected: float | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> tuple[Trainer, ArrayDataset]:
+    """A trainer of a copy of the model, and synthetic rows in the place of data."""
     synthetic = _synthetic(built, rows)
     probes = None
     recipe = replace(recipe, pretraining=None)  # before the steps
     if recipe.curvature is not None and recipe.curvature.probe in ("public", "oracle"):
         recipe = recipe.configure(probe="public")
         probes = PublicProbe(synthetic, allow_repeats=True)
-
-    def note(_: Progress) -> None:
-        times.append(time.monotonic())
-
     settings: dict[str, Any] = {"noise_multiplier": 1.0} if recipe.private else {}
     trainer = Trainer(
         copy.deepcopy(built.model),
         built.loss,
         recipe,
-        physical_batch_size=rows,
-        on_progress=note,
+        physical_batch_size=physical,
+        on_progress=on_progress or (),
         sample_rate=1.0,
         steps=_TIMED_STEPS,
-        expected_batch_size=rows,
+        expected_batch_size=rows if expected is None else expected,
         delta=1e-9,
         probes=probes,
         **settings,
     )
-    trainer.fit(synthetic)
-    return (times[-1] - times[0]) / (len(times) - 1)
+    return trainer, synthetic

@@ -28,7 +28,7 @@ from curvedp.layers.rules import Rule, Site, find_rule
 from curvedp.layers.synthetic import Synthesiser
 from curvedp.layers.verify import PerExampleLoss, perturbed_parameters, verify
 
-__all__ = ["Coverage", "PerExampleLoss", "cover"]
+__all__ = ["Coverage", "PerExampleLoss", "cover", "undisturbed"]
 
 
 #: Wrappers that exchange gradients by hooks of their own. By name: most of them cannot
@@ -100,7 +100,7 @@ def cover(
     scanned = list(_scan(model))
     ruled = [(site, rule) for site, rule in scanned if rule is not None]
     unruled = [site for site, rule in scanned if rule is None]
-    with _undisturbed(model):
+    with undisturbed(model):
         parameters = perturbed_parameters(model, seed)
         covered = resolve(model, ruled, unruled, synthesise, parameters, seed)
         try:
@@ -119,7 +119,7 @@ def cover(
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Training mode for the checks; mode, buffers and random state come back after."""
     modes = {m: m.training for m in model.modules()}
     buffers = [(m, dict(m._buffers)) for m in modes]

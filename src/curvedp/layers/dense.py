@@ -11,7 +11,7 @@ Shapes, after a layer's own geometry has been undone by its :class:`Geometry`:
 The bias is a column of ones in ``a``. A module that is called several times gives more
 positions ``t``: the calls are joined along T, and cross terms are exact.
 
-Norms come in two ways, and :func:`choose_method` takes the cheaper one per layer:
+Norms come in two ways, and :mod:`curvedp.layers.costs` says which is cheaper:
 
 - *Gram*: ``||g_i||^2 = sum_{t,s} (d_t . d_s)(a_t . a_s)``, O(T^2 (p + r)) work;
 - *instantiate*: build ``g_i`` for a chunk of examples and square it, O(T p r).
@@ -34,40 +34,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 from torch import Tensor
 
-from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, replace_examples
+from curvedp.layers.costs import DenseShape, NormMethod, chunk_rows, writes_down
+from curvedp.layers.io import DirectIO, LayerIO, replace_examples
 from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
 
-__all__ = ["DenseIO", "Geometry", "NormMethod", "choose_method", "outer_sq_norms"]
-
-#: How much larger than inputs and output gradients the gradients may be that a layer
-#: writes down.
-SETTLED_OVER_KEPT = {"cpu": 1, "cuda": 3}
-
-
-class NormMethod(Enum):
-    """How the per-example norms of a layer are computed."""
-
-    GRAM = "gram"
-    INSTANTIATE = "instantiate"
-
-
-def choose_method(positions: int, inputs: int, outputs: int) -> NormMethod:
-    """The planner: Gram if it needs less work *and* less memory than the gradient.
-
-    Args:
-        positions: T, number of shared positions.
-        inputs: p, columns of ``a`` (bias included).
-        outputs: r, columns of ``d``.
-    """
-    t, p, r = positions, inputs, outputs
-    cheaper = t * (p + r) < p * r
-    smaller = 2 * t * t < p * r
-    return NormMethod.GRAM if cheaper and smaller else NormMethod.INSTANTIATE
+__all__ = ["DenseIO", "Geometry", "outer_sq_norms"]
 
 
 class Geometry(ABC):
@@ -143,10 +118,12 @@ class DenseIO(LayerIO):
         return torch.cat(inputs, 2), torch.cat(outputs, 2)
 
     @property
-    def positions(self) -> int:
-        """T, of all calls together."""
+    def shape(self) -> DenseShape:
+        """Of one example, all calls together; from views, without a copy."""
         rows = [self.geometry.output_rows(d[:1]) for _, d in self.calls]
-        return sum(row.shape[2] for row in rows)
+        _, groups, _, r = rows[0].shape
+        p = self.geometry.weight_shape().numel() // (groups * r)
+        return DenseShape(groups, sum(row.shape[2] for row in rows), p, r)
 
     def sq_norms(self) -> Tensor:
         return torch.cat([self._sq_norms(*item) for item in self.chunks()])
@@ -160,14 +137,9 @@ class DenseIO(LayerIO):
         self, method: NormMethod | None = None
     ) -> Iterator[tuple[slice, NormMethod]]:
         """Slices of the batch whose scratch memory stays bounded, with the method."""
-        a, d = self._rows(slice(0, 1), compute_dtype(self.calls[0][1]))
-        _, groups, t, p = a.shape
-        r = d.shape[-1]
-        method = method or self.method or choose_method(t, p, r)
-        square = t * t * 2 if method is NormMethod.GRAM else p * r
-        each = groups * (t * (p + r) + (square if t > 1 else 0))
-        limit = CHUNK_ELEMENTS.get(d.device.type, CHUNK_ELEMENTS["cpu"])
-        size = max(1, limit // each)
+        shape = self.shape
+        method = method or self.method or shape.method
+        size = chunk_rows(shape, method, self.calls[0][1].device.type)
         for start in range(0, self.batch_size, size):
             yield slice(start, start + size), method
 
@@ -230,18 +202,9 @@ class DenseIO(LayerIO):
 
     @property
     def settles(self) -> bool:
-        """Whether gradients take no more memory than inputs and output gradients.
-
-        On a GPU they may take somewhat more: patches are read once then, not twice.
-        """
+        """Whether gradients are written down; see :func:`writes_down`."""
         kept = sum(x[0].numel() + d[0].numel() for x, d in self.calls)
-        size = self.geometry.weight_shape().numel()
-        most = SETTLED_OVER_KEPT.get(self.calls[0][1].device.type, 1)
-        if size <= kept or size > most * kept:
-            return size <= kept
-        a, d = self._rows(slice(0, 1), compute_dtype(self.calls[0][1]))
-        shape = (a.shape[2], a.shape[3], d.shape[3])
-        return choose_method(*shape) is NormMethod.INSTANTIATE and shape[0] > 1
+        return writes_down(self.shape, kept, self.calls[0][1].device.type)
 
     def settled(self) -> LayerIO:
         return DirectIO(self.name, self.per_example()) if self.settles else self

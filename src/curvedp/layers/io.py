@@ -27,12 +27,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from curvedp.layers.costs import CHUNK_ELEMENTS
 from curvedp.layers.precision import ROUNDING, compute_dtype, square_dtype
 
 __all__ = ["CHUNK_ELEMENTS", "DirectIO", "LayerIO", "UnreachedIO", "replace_examples"]
-
-#: Elements of scratch memory that a chunk may take: on a CPU what its caches hold.
-CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**28}
 
 
 class LayerIO(ABC):

@@ -31,7 +31,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from curvedp.layers.dense import DenseIO, NormMethod, choose_method
+from curvedp.layers.costs import NormMethod, choose_method
+from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.lookup import LookupIO
 from curvedp.layers.precision import ROUNDING

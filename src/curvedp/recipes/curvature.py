@@ -122,7 +122,7 @@ class Curvature:
         side: "a", "g" or "both".
         exponent: p of the root; 1/2 whitens.
         damping: relative to the mean eigenvalue.
-        rank: eigenpairs kept; 0 keeps all.
+        rank: eigenpairs kept, fewer in a layer of few outputs; 0 keeps all.
         product: whiten channels and kernel places of a convolution apart.
         match_scale: keep the mean squared norm of probe gradients layer by layer.
         back_map: what the noisy sum goes through: "none", "natural" (the adjoint) or

@@ -1,6 +1,7 @@
 """Training: the engine of private steps, hand-written loops, and the Trainer."""
 
 from curvedp.train.attach import make_private
+from curvedp.train.explained import StepPlan
 from curvedp.train.losses import LOSSES, per_example_loss
 from curvedp.train.metrics import METRICS, evaluate, predict
 from curvedp.train.observers import CsvLog, EarlyStopping, TensorBoardLog
@@ -18,6 +19,7 @@ __all__ = [
     "Private",
     "Progress",
     "Statement",
+    "StepPlan",
     "TensorBoardLog",
     "Trainer",
     "evaluate",

@@ -26,6 +26,7 @@ from curvedp.sampling import People
 from curvedp.train.checkpoint import checkpoint_folders
 from curvedp.train.datasets import Augment, TrainingData, chosen_views
 from curvedp.train.engine import Engine
+from curvedp.train.fitting import AUTO, fitting_rows
 from curvedp.train.guard import check_optimizer, refuse_processes
 from curvedp.train.journal import Journal
 from curvedp.train.ledgers import open_ledger
@@ -53,7 +54,7 @@ def make_private(
     recipe: Recipe | str = "dp-sgd",
     loss: str | nn.Module | Callable[..., Any] | None = None,
     loss_reduction: str | None = None,
-    physical_batch_size: int | None = None,
+    physical_batch_size: int | str | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     loader_options: Mapping[str, Any] | None = None,
     people: Sequence[Hashable] | None = None,
@@ -87,7 +88,8 @@ def make_private(
         loss_reduction: only without ``loss``: "mean" (the default) or "sum", how the
             loop's own loss adds up the examples of a physical batch.
         physical_batch_size: rows of every batch that the loader yields. It bounds
-            memory and has no influence on what is sampled or released.
+            memory and has no influence on what is sampled or released. "auto" takes
+            what fits into memory, found with synthetic rows.
         collate_fn: as for a ``DataLoader``.
         loader_options: further ``DataLoader`` arguments (``num_workers``, ...).
         people: for every example, whose it is. The person is then the unit: persons are
@@ -139,10 +141,9 @@ def make_private(
     chosen = chosen.configure(**{name: settings.pop(name, None) for name in names})
     public = None if chosen.pretraining is None else public_examples(probes)
     plan_settings = PrivacySettings.of(settings)
-    slots = examples_per_person
-    group = _people(people, slots)
+    group = _people(people, examples_per_person)
     source = TrainingData.of(dataset, collate_fn, loader_options, group)
-    plan = plan_settings.plan(chosen, source.size, slots)
+    plan = plan_settings.plan(chosen, source.size, examples_per_person)
     streams = plan.streams(seed, unsafe_reproducible_noise=unsafe_reproducible_noise)
     shown = chosen_views(augment, views, streams, group)
     checked_loss = None if loss is None else per_example_loss(loss)
@@ -187,6 +188,18 @@ def make_private(
         oracle=not whiteners.provenance.is_public,
     )
     try:
+        slots = source.slots(shown)
+        if physical_batch_size == AUTO:
+            physical_batch_size = fitting_rows(
+                model,
+                coverage,
+                synthetic,
+                checked_loss,
+                plan.clipping,
+                expected_rows=plan.sampling.expected_batch_size * slots,
+                slots=slots,
+                size_is_public=plan.sampling.public_size is not None,
+            )
         loader = source.loader(
             plan.sampler(streams, ledger.next_attempt),
             plan.sampling.expected_batch_size,
@@ -215,6 +228,7 @@ def make_private(
             loss_reduction=loss_reduction,
             run_dir=folder,
             graphed=None if recorded is None else engine.graphed(recorded),
+            synthetic=synthetic,
         )
     except BaseException:
         ledger.close()  # or the folder stays locked as long as this process lives

@@ -89,11 +89,17 @@ class TrainingData:
         targets = moved(targets, device) if with_targets else None
         return Batch(moved(inputs, device), targets)
 
+    def slots(self, views: Views | None) -> int:
+        """Rows of one unit: of a person, or of an example's views."""
+        if views is not None:
+            return views.count
+        return 1 if self.people is None else self.people.slots
+
     def loader(
         self,
         sampler: PoissonSampler,
         expected_batch_size: float,
-        physical_batch_size: int | None,
+        physical_batch_size: int | str | None,
         activation_bytes: int = 0,
         device: str = "cpu",
         views: Views | None = None,
@@ -101,15 +107,15 @@ class TrainingData:
         """Physical batches of what the sampler draws; by default of a fitting size."""
         size = physical_batch_size
         if size is None:
-            slots = 1 if self.people is None else self.people.slots
-            slots = slots if views is None else views.count
+            slots = self.slots(views)
             size = default_physical_batch_size(
                 expected_batch_size * slots, activation_bytes, device
             )
             size = max(size, slots)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigurationError(
-                f"physical_batch_size must be a whole number from 1 on, not {size!r}",
+                "physical_batch_size must be a whole number from 1 on or 'auto', not "
+                f"{size!r}",
                 "choose what fits into memory; the result does not depend on it",
             )
         return PhysicalLoader(

@@ -27,10 +27,11 @@ from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.barrier import ClippedSum, Release
 from curvedp.clipping import ClippingRule, clipped_sum
 from curvedp.errors import BudgetError, ConfigurationError, LoopError
-from curvedp.layers import Coverage, PerExampleLoss, Recording
+from curvedp.layers import Coverage, PerExampleLoss, Recording, Synthesiser
 from curvedp.noise import NoiseState, RandomStreams
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalBatch, PhysicalLoader, Views
+from curvedp.train.explained import StepPlan, explain
 from curvedp.train.graph import Capture, GraphedPass, GraphedReadOut
 from curvedp.train.guard import (
     refuse_changes,
@@ -294,6 +295,18 @@ class Engine:
             slots=self._loader.slots,
             views=self._loader.views,
             capture=capture,
+        )
+
+    def explain(self, synthesise: Synthesiser) -> StepPlan:
+        """How every layer is served at the next step, and what it takes."""
+        return explain(
+            self.model,
+            self._coverage,
+            synthesise,
+            self._clip_map(self.step),
+            physical_batch_size=self.physical_batch_size,
+            slots=self._loader.slots,
+            keep_inputs=tuple(self.plan.clipping.measured_sites),
         )
 
     def _merge(self, part: ClippedSum, batch: PhysicalBatch) -> bool:

@@ -32,7 +32,7 @@ from curvedp.errors import (
     LoopError,
     NotPrivateError,
 )
-from curvedp.layers import PerExampleLoss, as_call
+from curvedp.layers import PerExampleLoss, Synthesiser, as_call
 from curvedp.plan import Plan
 from curvedp.recipes import Recipe
 from curvedp.storage import clear_leftovers
@@ -44,6 +44,7 @@ from curvedp.train.checkpoint import (
 )
 from curvedp.train.datasets import moved
 from curvedp.train.engine import Engine
+from curvedp.train.explained import StepPlan
 from curvedp.train.graph import GraphedPass
 from curvedp.train.ledgers import WHEN_UNSAID, note_lost_releases
 from curvedp.train.optimizer import LogicalScheduler, PrivateOptimizer
@@ -74,6 +75,7 @@ class Private:
         loss_reduction: str | None = None,
         run_dir: Path | None = None,
         graphed: GraphedPass | None = None,
+        synthetic: Synthesiser | None = None,
     ) -> None:
         if loss is not None and loss_reduction is not None:
             raise ConfigurationError(
@@ -92,6 +94,7 @@ class Private:
         self._reduction = loss_reduction or "mean"
         self._run_dir = run_dir
         self._graphed = graphed
+        self._synthetic = synthetic
         self.plan: Plan = engine.plan
         self.model = PrivateModel(engine)
         engine.set_scale(self._scale)
@@ -211,6 +214,16 @@ class Private:
         """Now, or in an earlier sitting of the same run: nothing takes it back."""
         now = not self._engine.whiteners.provenance.is_public
         return now or self._engine.ledger.is_oracle
+
+    def explain(self) -> StepPlan:
+        """What the next step does with each layer and what it takes; print it.
+
+        Layer, shape, how norms are computed, where it whitens and in which form, and
+        estimated work. All of it follows from shapes, settings and the public map.
+        """
+        self._refuse_half_step()
+        assert self._synthetic is not None  # make_private gives one
+        return self._engine.explain(self._synthetic)
 
     def averaged_parameters(self) -> dict[str, Tensor] | None:
         """The average of the iterates, if the recipe keeps one; post-processing.

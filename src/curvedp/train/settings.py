@@ -11,7 +11,7 @@ from curvedp.errors import ConfigurationError
 from curvedp.plan import Plan, SamplingPlan
 from curvedp.recipes import Recipe
 
-__all__ = ["PrivacySettings", "default_physical_batch_size"]
+__all__ = ["PrivacySettings", "default_physical_batch_size", "even_parts"]
 
 #: Largest physical batch that is chosen without being asked for.
 LARGEST_DEFAULT = 512
@@ -111,9 +111,18 @@ def default_physical_batch_size(
         activation_bytes: of an example, from the coverage.
         device: type of the device that computes.
     """
-    room = expected_batch_size + 2 * math.sqrt(expected_batch_size)
     largest = LARGEST_DEFAULT
     if device == "cpu" and activation_bytes:
         largest = min(largest, max(SMALLEST_PART, CPU_PART_BYTES // activation_bytes))
+    return min(LARGEST_DEFAULT, even_parts(expected_batch_size, largest))
+
+
+def even_parts(expected_batch_size: float, largest: int) -> int:
+    """Rows of a part where most draws take as few parts as ``largest`` allows.
+
+    Parts are even, so that padding is little: a multiple of 8 rows, which may be up to
+    7 more than ``largest`` where that is none.
+    """
+    room = expected_batch_size + 2 * math.sqrt(expected_batch_size)
     parts = math.ceil(room / largest)
-    return min(LARGEST_DEFAULT, 8 * math.ceil(room / parts / 8))
+    return 8 * math.ceil(room / parts / 8)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from curvedp.recipes import Recipe, get_recipe
 from curvedp.sampling import PhysicalLoader, PoissonSampler
 from curvedp.train.attach import make_private
 from curvedp.train.datasets import Augment, TrainingData, chosen_views
+from curvedp.train.explained import StepPlan
+from curvedp.train.fitting import AUTO
 from curvedp.train.losses import per_example_loss
 from curvedp.train.observers import EarlyStopping, Progress
 from curvedp.train.plain import fit_without_privacy
@@ -74,7 +76,8 @@ class Trainer:
         checkpoint_every: steps between checkpoints. The journal holds the releases of
             up to twice as many steps.
         journal: keep every release until the next checkpoint.
-        physical_batch_size: rows of a physical batch; bounds memory.
+        physical_batch_size: rows of a physical batch; bounds memory. "auto" takes what
+            fits.
         seed: of the public random streams (dropout and the like).
         unsafe_reproducible_noise: for tests; see :func:`curvedp.make_private`.
         show_private_training_loss: pass the training loss to ``on_progress``. It is a
@@ -104,7 +107,7 @@ class Trainer:
         run_dir: str | Path | None = None,
         checkpoint_every: int = 20,
         journal: bool = True,
-        physical_batch_size: int | None = None,
+        physical_batch_size: int | str | None = None,
         seed: int | None = None,
         unsafe_reproducible_noise: int | None = None,
         show_private_training_loss: bool = False,
@@ -177,7 +180,7 @@ class Trainer:
             steps = fit_without_privacy(self, optimiser, dataset)
             finished = not self._stop
             return FitResult(steps, finished, time.monotonic() - started, None)
-        with self._attach(optimiser, dataset) as private:
+        with self._attach(optimiser, dataset, self.recipe, self._run_dir) as private:
             if resume:
                 private.resume()
             elif self._run_dir is not None:
@@ -201,17 +204,43 @@ class Trainer:
                 private.step, finished or early, seconds, private.statement(), early
             )
 
-    def _attach(self, optimiser: torch.optim.Optimizer, dataset: Any) -> Private:
+    def explain(self, dataset: Any) -> StepPlan:
+        """What a step would do with each layer and what it takes; nothing is trained.
+
+        Args:
+            dataset: as for ``fit``; shapes are all that is taken from it, unless the
+                recipe takes curvature from it.
+        """
+        if not self.recipe.private:
+            raise ConfigurationError(
+                f"the recipe {self.recipe.name!r} makes ordinary steps: there is "
+                "nothing to explain",
+                "choose a private recipe",
+            )
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        # nothing is written or paid, and the model stays as it is
+        alone = replace(self.recipe, pretraining=None)
+        optimiser = alone.make_optimiser(trained)
+        with self._attach(optimiser, dataset, alone, None) as private:
+            return private.explain()
+
+    def _attach(
+        self,
+        optimiser: torch.optim.Optimizer,
+        dataset: Any,
+        recipe: Recipe,
+        run_dir: Path | None,
+    ) -> Private:
         return make_private(
             self.model,
             optimiser,
             dataset,
-            recipe=self.recipe,
+            recipe=recipe,
             loss=self._given_loss,
             probes=self._probes,
             labels=self._labels,
             physical_batch_size=self._physical,
-            run_dir=self._run_dir,
+            run_dir=run_dir,
             journal=self._journal,
             seed=self._streams.seed,
             unsafe_reproducible_noise=self._unsafe,
@@ -288,9 +317,9 @@ class Trainer:
         )
         source = TrainingData.of(dataset, self._collate, self._loader_options)
         views = chosen_views(self._augment, self._views, self._streams)
-        return source.loader(
-            sampler, sampling.expected_batch_size, self._physical, views=views
-        )
+        # a reference keeps no per-example values: the default fits where a run would
+        size = None if self._physical == AUTO else self._physical
+        return source.loader(sampler, sampling.expected_batch_size, size, views=views)
 
     @contextmanager
     def reproducible_forward(

@@ -31,6 +31,7 @@ from curvedp.curvature import (
     spectral,
 )
 from curvedp.errors import ConfigurationError
+from curvedp.whitening.costs import affordable_rank
 from curvedp.whitening.damping import Damping, damped_root, diagonal_root
 from curvedp.whitening.joint import JointMap, matched_floor
 from curvedp.whitening.layerwise import LayerwiseWhitener
@@ -55,7 +56,9 @@ class KroneckerWhitening:
         exponent: p in [0, 1].
         damping: of the inputs' factor.
         output_damping: of the outputs' factor; None takes the same.
-        rank: eigenpairs that are kept; None keeps all.
+        rank: eigenpairs that are kept, fewer in a layer that they would cost more than
+            its own pass (:func:`curvedp.whitening.costs.affordable_rank`); None keeps
+            all.
         product: whiten channels and places of a convolution's patches apart.
         match_scale: scale each layer's map so that the mean squared norm of probe
             gradients stays what it is, ``tr(P^2 F) = tr(F)``.
@@ -121,21 +124,25 @@ class KroneckerWhitening:
     ) -> tuple[Root, Root]:
         """Over the rows and over the columns of the weight's matrix."""
         inputs, outputs = self.side in ("a", "both"), self.side in ("g", "both")
-        if isinstance(factor, LookupFactor):  # rows are the vocabulary, the inputs
-            left: Root = _lookup_root(
-                factor, self.exponent if inputs else 0.0, self.damping
-            )
-            return left, self._output_root(factor.g) if outputs else IdentityRoot()
+        left: Root = IdentityRoot()
         right: Root = IdentityRoot()
+        if isinstance(factor, LookupFactor):  # rows are the vocabulary, the inputs
+            exponent = self.exponent if inputs else 0.0
+            left = _lookup_root(factor, exponent, self.damping)
+            return left, self._output_root(factor.g, shape[0]) if outputs else right
+        rank = affordable_rank(self.rank, factor.g.size)
         if inputs and self.product and len(shape) > 2:
-            right = _product_root(factor, shape, self.exponent, self.damping, self.rank)
+            right = _product_root(factor, shape, self.exponent, self.damping, rank)
         elif inputs:
-            right = damped_root(factor.a, self.exponent, self.damping, self.rank)
-        return self._output_root(factor.g) if outputs else IdentityRoot(), right
+            right = damped_root(factor.a, self.exponent, self.damping, rank)
+        if outputs:
+            left = self._output_root(factor.g, factor.a.size)
+        return left, right
 
-    def _output_root(self, moment: SecondMoment) -> Root:
+    def _output_root(self, moment: SecondMoment, others: int) -> Root:
         damping = self.output_damping or self.damping
-        return damped_root(moment, self.exponent, damping, self.rank)
+        rank = affordable_rank(self.rank, others)
+        return damped_root(moment, self.exponent, damping, rank)
 
 
 @dataclass(frozen=True)

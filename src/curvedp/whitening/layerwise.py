@@ -67,11 +67,11 @@ class LayerwiseWhitener:
     def sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, UnreachedIO):
             return io.sq_norms()
-        if isinstance(io, JoinedIO) and len(self._maps_of(io)) > 1:
+        if isinstance(io, JoinedIO) and len(self.maps_of(io)) > 1:
             return torch.stack([self.sq_norms(part) for part in io.parts]).sum(0)
-        if isinstance(io, DirectIO) and len(self._maps_of(io)) > 1:
+        if isinstance(io, DirectIO) and len(self.maps_of(io)) > 1:
             return torch.stack([self.sq_norms(part) for part in self._split(io)]).sum(0)
-        (layer,) = self._maps_of(io)
+        (layer,) = self.maps_of(io)
         return layer.sq_norms(io)
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
@@ -82,16 +82,17 @@ class LayerwiseWhitener:
         """Of its maps: one that asks for more than the layer's own speaks for all."""
         if isinstance(io, JoinedIO):
             return [self.sum_dtype(part) for part in io.parts]
-        return [layer.sum_dtype(io) for layer in self._maps_of(io)]
+        return [layer.sum_dtype(io) for layer in self.maps_of(io)]
 
     def _split(self, io: DirectIO) -> list[DirectIO]:
         """By map: a layer of several weights, whose gradients were written down."""
         return [
             DirectIO(io.name, {n: io.grads[n] for n in layer.names})
-            for layer in self._maps_of(io)
+            for layer in self.maps_of(io)
         ]
 
-    def _maps_of(self, io: LayerIO) -> list[LayerMap]:
+    def maps_of(self, io: LayerIO) -> list[LayerMap]:
+        """The maps of a layer's parameters, each once."""
         found = {id(self._by_name[n]): self._by_name[n] for n in io.names}
         return list(found.values())
 

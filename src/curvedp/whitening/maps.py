@@ -29,8 +29,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from curvedp.layers.dense import DenseIO, NormMethod, choose_method, outer_sq_norms
+from curvedp.layers.costs import NormMethod
+from curvedp.layers.dense import DenseIO, outer_sq_norms
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO
+from curvedp.layers.joined import JoinedIO
 from curvedp.layers.lookup import LookupIO
 from curvedp.layers.precision import (
     ROUNDING,
@@ -40,6 +42,7 @@ from curvedp.layers.precision import (
 )
 from curvedp.layers.widened import widened
 from curvedp.whitening import thin
+from curvedp.whitening.costs import inputs_first, outputs_first
 from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, LowRankRoot, Root
 
 __all__ = [
@@ -128,9 +131,9 @@ class DiagonalMap:
         return tuple(self.scales)
 
     def sq_norms(self, io: LayerIO) -> Tensor:
-        if isinstance(io, DenseIO) and io.rows(slice(0, 1))[0].shape[2] == 1:
+        if isinstance(io, DenseIO) and io.shape.positions == 1:
             return self._of_products(io)
-        one = next(iter(io.take(slice(0, 1)).per_example().values()))
+        one = like(io)
         limit = CHUNK_ELEMENTS.get(one.device.type, CHUNK_ELEMENTS["cpu"])
         size = max(1, limit // max(1, sum(s.numel() for s in self.scales.values())))
         parts = [
@@ -251,7 +254,7 @@ class KroneckerMap(DenseMap):
         wide = norm_dtype(like(io))
         if not thin.measures(self.right, self.left):
             return wide
-        terms = 8 + (io.positions if isinstance(io, DenseIO) else 0)
+        terms = 8 + (io.shape.positions if isinstance(io, DenseIO) else 0)
         stretched = terms * ROUNDING[torch.float32] * self.right.condition
         return None if stretched <= SUM_STRETCH else wide
 
@@ -260,7 +263,7 @@ class KroneckerMap(DenseMap):
 
     def _sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, DenseIO):
-            return torch.cat([self._of_rows(io, part) for part, _ in io.chunks()])
+            return torch.cat([self._of_rows(io, *item) for item in io.chunks()])
         if isinstance(io, LookupIO):
             return self._of_tokens(io)
         largest = self.left.largest * self.right.largest
@@ -276,29 +279,38 @@ class KroneckerMap(DenseMap):
             found.append(raised(self._of_gradients(m), error))
         return torch.cat(found)
 
-    def _of_rows(self, io: DenseIO, part: slice) -> Tensor:
-        dtype = norm_dtype(io.calls[0][1])
-        if dtype is torch.float64 and thin.measures(self.right, self.left):
+    def measures_thin(self, io: LayerIO) -> bool:
+        """Whether norms of rows come from a thin projection, as differences."""
+        wide = norm_dtype(like(io)) is torch.float64
+        return wide and thin.measures(self.right, self.left)
+
+    def _of_rows(self, io: DenseIO, part: slice, method: NormMethod) -> Tensor:
+        dtype = norm_dtype(like(io))
+        if self.measures_thin(io):
+            assert isinstance(self.right, LowRankRoot)
             a, d = io.rows(part, dtype, bias=False)
             bias = io.bias is not None
-            squares, spread = thin.sq_norms(a, d, self.right, bias, io.method)
+            squares, spread = thin.sq_norms(a, d, self.right, bias, method)
         else:
             a, d = io.rows(part, dtype)
             spread = (_sq_norms(a) * _sq_norms(d)).sum(1)
-            squares = self._of_pairs(io, a, d)
+            squares = self._of_pairs(io, a, d, method)
         rounding = (a.shape[2] + 8) * self._sum_rounding(io)
         error = self.left.largest * self.right.largest * rounding * spread.sqrt()
         return raised(squares, error)
 
-    def _of_pairs(self, io: DenseIO, a: Tensor, d: Tensor) -> Tensor:
-        t, p, r = a.shape[2], a.shape[3], d.shape[3]
-        method = io.method or choose_method(t, p, r)
-        if t == 1:  # the norm of an outer product
+    def _of_pairs(
+        self, io: DenseIO, a: Tensor, d: Tensor, method: NormMethod
+    ) -> Tensor:
+        shape = io.shape
+        if shape.positions == 1:  # the norm of an outer product
             return (self.right.sq_norms(a) * self.left.sq_norms(d)).sum(1)
         if method is NormMethod.GRAM:
             a, d = self.right.times(a), self.left.times(d)
             return outer_sq_norms(a, d, method, a.dtype)
-        early_a, early_d = t < r, t < p
+        wide = a.dtype is torch.float64
+        early_a = inputs_first(shape, self.right, wide=wide)
+        early_d = outputs_first(shape, self.left)
         a = self.right.times(a) if early_a else a
         d = self.left.times(d) if early_d else d
         g = d.mT @ a
@@ -392,6 +404,8 @@ def like(io: LayerIO) -> Tensor:
     """A tensor of the layer's device and dtype."""
     if isinstance(io, DenseIO | LookupIO):
         return io.calls[0][1]
+    if isinstance(io, JoinedIO):
+        return like(io.parts[0])
     assert isinstance(io, DirectIO)
     return next(iter(io.grads.values()))
 

@@ -33,6 +33,7 @@ __all__ = [
     "LowRankRoot",
     "ProductRoot",
     "Root",
+    "rows_by",
 ]
 
 
@@ -108,10 +109,10 @@ class FullRoot:
     values: Tensor
 
     def times(self, x: Tensor) -> Tensor:
-        return x @ self._matrix.to(x.dtype)
+        return rows_by(x, self._matrix.to(x.dtype))
 
     def inverse_times(self, x: Tensor) -> Tensor:
-        return x @ self._inverse.to(x.dtype)
+        return rows_by(x, self._inverse.to(x.dtype))
 
     def sq_norms(self, x: Tensor) -> Tensor:
         return _sq(self.times(x))
@@ -165,7 +166,7 @@ class LowRankRoot:
             return _sq(self.times(x))
         # sum of v^2 (x q)^2, and t^2 for what is left of x. The latter is a difference
         # of squares, off by at most n + k round-offs of ||x||^2, which is added.
-        inside = (x @ self.vectors).square()
+        inside = rows_by(x, self.vectors).square()
         squares = (inside * self.values.square().unsqueeze(-2)).sum((-2, -1))
         whole = _sq(x)
         count = 8 * (self.vectors.shape[-2] + self.vectors.shape[-1] + x.shape[-2])
@@ -184,14 +185,20 @@ class LowRankRoot:
         q = self.vectors.to(x.dtype)
         flat = tail[:, None, None].to(x.dtype)
         extra = (values - tail[:, None]).unsqueeze(-2).to(x.dtype)
-        return x * flat + ((x @ q) * extra) @ q.mT
+        return x * flat + rows_by(rows_by(x, q) * extra, q.mT)
 
     @cached_property
-    def core(self) -> Tensor:
-        """M ``[G, k, k]`` in ``R^2 = t^2 I + Q M Q^T``, whether or not Q^T Q = I."""
+    def squared(self) -> tuple[Tensor, Tensor]:
+        """``U [G, n, k]`` and ``w [G, k]`` with ``R^2 = t^2 I + U diag(w) U^T``.
+
+        Whether or not ``Q^T Q = I``: ``U = Q V`` with the eigenpairs ``V, w`` of what
+        stands between Q and ``Q^T``.
+        """
         extra = (self.values - self.tail[:, None]).unsqueeze(-1)
         inner = extra * (self.vectors.mT @ self.vectors) * extra.mT
-        return inner + torch.diag_embed(2 * self.tail[:, None] * extra.squeeze(-1))
+        core = inner + torch.diag_embed(2 * self.tail[:, None] * extra.squeeze(-1))
+        w, v = torch.linalg.eigh(core)
+        return self.vectors @ v, w
 
     @cached_property
     def largest(self) -> float:
@@ -312,6 +319,22 @@ class ProductRoot:
             "places": self.places,
         }
         return found if self.bias is None else found | {"bias": self.bias}
+
+
+def rows_by(x: Tensor, m: Tensor) -> Tensor:
+    """``x m`` of rows ``x [..., G, t, n]`` and m ``[G, n, k]``.
+
+    Of one group it is one product for all rows. Where m is thin, a CPU's float64
+    product is two to three times as fast seen from the other side, ``(m^T x^T)^T``.
+    """
+    if m.shape[0] > 1:
+        return x @ m
+    m = m[0]
+    n, k = m.shape
+    rows = x.numel() // n
+    if x.device.type != "cpu" or 4 * k > min(n, rows):
+        return x @ m
+    return (m.mT @ x.reshape(rows, n).mT).mT.reshape(*x.shape[:-1], k)
 
 
 def _spread_out(vectors: Tensor, values: Tensor) -> Tensor:

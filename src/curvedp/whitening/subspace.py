@@ -65,7 +65,7 @@ class SubspaceMap:
         return tuple(self.shapes)
 
     def sq_norms(self, io: LayerIO) -> Tensor:
-        one = next(iter(io.take(slice(0, 1)).per_example().values()))
+        one = like(io)
         limit = CHUNK_ELEMENTS.get(one.device.type, CHUNK_ELEMENTS["cpu"])
         size = max(1, limit // max(1, self.basis.shape[0]))
         parts = [

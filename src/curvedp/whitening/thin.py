@@ -2,11 +2,11 @@ r"""A low-rank root of the inputs, at the price of one thin projection.
 
 ``P g = g R`` with ``R = t I + Q (L - t) Q^T``, Q ``[p, k]``, the default of DP-KFC.
 Nothing of the size of the inputs or of the gradient is mapped to find a norm: with
-``R^2 = t^2 I + Q M Q^T``
+``R^2 = t^2 I + U diag(w) U^T``, U ``[p, k]``,
 
-- Gram: ``||g R||^2 = sum_{t,s} (d_t . d_s) (t^2 a_t . a_s + (a_t Q) M (a_s Q)^T)``;
-- instantiate: ``t^2 ||g||^2 + sum (g Q M) * (g Q)``, and ``g Q = sum_t d_t (a_t Q)``
-  where that is cheaper.
+- one position: ``||g R||^2 = ||d||^2 (t^2 ||a||^2 + sum w (a U)^2)``;
+- Gram: ``sum_{t,s} (d_t . d_s) (t^2 a_t . a_s + (a_t U) diag(w) (a_s U)^T)``;
+- instantiate: ``t^2 ||g||^2 + sum w (g U)^2``.
 
 Both are differences: a root is smaller than t along Q. They are taken in float64 and
 for roots of a moderate condition only, and are raised by what rounding can hide,
@@ -25,9 +25,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from curvedp.layers.dense import NormMethod, choose_method
+from curvedp.layers.costs import NormMethod
 from curvedp.layers.precision import ROUNDING
-from curvedp.whitening.roots import IdentityRoot, LowRankRoot, Root
+from curvedp.whitening.roots import IdentityRoot, LowRankRoot, Root, rows_by
 
 __all__ = ["applies", "measures", "sq_norms", "times"]
 
@@ -46,11 +46,7 @@ def measures(right: Root, left: Root) -> TypeGuard[LowRankRoot]:
 
 
 def sq_norms(
-    a: Tensor,
-    d: Tensor,
-    root: LowRankRoot,
-    bias: bool,
-    method: NormMethod | None = None,
+    a: Tensor, d: Tensor, root: LowRankRoot, bias: bool, method: NormMethod
 ) -> tuple[Tensor, Tensor]:
     """``||g_i R||^2``, not below the truth, and ``S^2``, each ``[b]``.
 
@@ -59,20 +55,25 @@ def sq_norms(
         d: ``[b, G, T, r]``, float64.
         root: R, over p and the bias column.
         bias: whether there is one.
-        method: Gram or instantiate; the cheaper one by default.
+        method: Gram or instantiate; one position needs neither.
     """
     t, p, r = a.shape[2], a.shape[3], d.shape[3]
     ones = 1.0 if bias else 0.0
-    spread = ((_sq(a) + ones * t) * _sq(d)).sum(1)
+    in_a, in_d = _sq(a) + ones * t, _sq(d)  # [b, G]
+    spread = (in_a * in_d).sum(1)
     tail = root.tail.square()
-    if (method or choose_method(t, p, r)) is NormMethod.GRAM:
-        aq = _projected(a, root)
-        kernel = (aq @ root.core) @ aq.mT + tail[:, None, None] * (a @ a.mT + ones)
+    w = root.squared[1].unsqueeze(-2)  # [G, 1, k]
+    if t == 1:
+        inside = (_projected(a, root).square() * w).sum((-2, -1))
+        squares = (in_d * (tail * in_a + inside)).sum(1)
+    elif method is NormMethod.GRAM:
+        au = _projected(a, root)
+        kernel = (au * w) @ au.mT + tail[:, None, None] * (a @ a.mT + ones)
         squares = (kernel * (d @ d.mT)).sum((1, 2, 3))
     else:
         g, column = d.mT @ a, ones * d.sum(2).unsqueeze(-1)
-        gq = d.mT @ _projected(a, root) if t < r else _gradient_projected(g, d, root)
-        inside = ((gq @ root.core) * gq).sum((-2, -1))
+        gu = _gradient_projected(g, d, root)
+        inside = (gu.square() * w).sum((-2, -1))
         squares = (tail * (_sq(g) + _sq(column)) + inside).sum(1)
     terms = 8 * (p + r + t + root.vectors.shape[-1])
     hidden = terms * ROUNDING[torch.float64] * root.largest**2 * spread
@@ -80,19 +81,19 @@ def sq_norms(
 
 
 def _projected(a: Tensor, root: LowRankRoot) -> Tensor:
-    """``a Q``, ``[b, G, T, k]``, the bias column counted."""
-    p = a.shape[3]
-    aq = a @ _matrix(root.vectors[:, :p])
-    return aq + root.vectors[:, p:] if p < root.vectors.shape[1] else aq
+    """``a U``, ``[b, G, T, k]``, the bias column counted."""
+    p, u = a.shape[3], root.squared[0]
+    au = rows_by(a, u[:, :p])
+    return au + u[:, p:] if p < u.shape[1] else au
 
 
 def _gradient_projected(g: Tensor, d: Tensor, root: LowRankRoot) -> Tensor:
-    """``g Q``, ``[b, G, r, k]``, likewise."""
-    p = g.shape[3]
-    gq = g @ _matrix(root.vectors[:, :p])
-    if p == root.vectors.shape[1]:
-        return gq
-    return gq + d.sum(2).unsqueeze(-1) * root.vectors[:, p:]
+    """``g U``, ``[b, G, r, k]``, likewise."""
+    p, u = g.shape[3], root.squared[0]
+    gu = rows_by(g, u[:, :p])
+    if p == u.shape[1]:
+        return gu
+    return gu + d.sum(2).unsqueeze(-1) * u[:, p:]
 
 
 def times(
@@ -115,11 +116,6 @@ def times(
     if bias is None:
         return mapped, None
     return mapped, (bias * tail).baddbmm_(inside, last.mT)
-
-
-def _matrix(q: Tensor) -> Tensor:
-    """Without the groups' dimension where there is one group: one product for all."""
-    return q[0] if q.shape[0] == 1 else q
 
 
 def _sq(x: Tensor) -> Tensor:
