@@ -124,6 +124,8 @@ class BuiltRun:
             show_private_training_loss=config.show_private_training_loss,
             on_progress=on_progress or (),
             cuda_graph=config.cuda_graph,
+            compile=config.compile,
+            precision=config.precision or None,
             augment=config.augment or None,
             views=config.views,
             probes=self.probe,

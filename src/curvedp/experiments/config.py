@@ -75,6 +75,8 @@ _RUN_TYPES: dict[str, tuple[type, ...]] = {
     "augment": (str,),
     "views": (int,),
     "cuda_graph": (bool,),
+    "compile": (bool,),
+    "precision": (str,),
     "metrics": (list, tuple),
     "checkpoint_every": (int,),
     "validation": (float, int),
@@ -108,6 +110,8 @@ class RunConfig:
         views: random views of an example that are averaged before clipping.
         device: "auto", "cpu", "cuda" or "mps".
         cuda_graph: record each pass as a CUDA graph; the numbers are the same.
+        compile: compile each pass; the numbers are the same up to rounding.
+        precision: "bf16" for a forward pass in bfloat16; empty for the model's own.
         metrics: what is computed on held-out examples; empty chooses by the task.
         checkpoint_every: steps between checkpoints.
         validation: share of the training examples that is set apart for evaluation. A
@@ -141,6 +145,8 @@ class RunConfig:
     views: int = 1
     device: str = "auto"
     cuda_graph: bool = False
+    compile: bool = False
+    precision: str = ""
     metrics: tuple[str, ...] = ()
     checkpoint_every: int = 20
     validation: float | None = None
