@@ -126,6 +126,7 @@ class BuiltRun:
             cuda_graph=config.cuda_graph,
             compile=config.compile,
             precision=config.precision or None,
+            norm_precision=config.norm_precision or None,
             augment=config.augment or None,
             views=config.views,
             probes=self.probe,

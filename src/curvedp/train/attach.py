@@ -33,7 +33,7 @@ from curvedp.train.journal import Journal
 from curvedp.train.ledgers import open_ledger
 from curvedp.train.losses import per_example_loss
 from curvedp.train.measured import MeasuredSource, measured_layers
-from curvedp.train.passes import ForwardPrecision
+from curvedp.train.passes import ForwardPrecision, chosen_norms
 from curvedp.train.pretrain import pretrain, public_examples
 from curvedp.train.private import Private
 from curvedp.train.probing import choose_labels, choose_probe
@@ -73,6 +73,7 @@ def make_private(
     cuda_graph: bool = False,
     compile: bool = False,
     precision: str | None = None,
+    norm_precision: str | None = None,
     **settings: Any,
 ) -> Private:
     """Attach a privacy plan to a model, its optimiser and its training data.
@@ -125,6 +126,9 @@ def make_private(
             With ``cuda_graph``, the graph is one of the compiled pass.
         precision: "bf16" runs the forward pass under bfloat16 autocast. Parameters,
             norms, clipped sums and noise stay float32 or better, and the bound holds.
+        norm_precision: "float32" or "bf16": products that norms are taken of, in place
+            of float64 where the device has it. Norms are raised by a proven bound on
+            what that hides: clipping is a little stronger, the guarantee the same.
         **settings: see :class:`curvedp.train.settings.PrivacySettings`: ``epsilon`` or
             ``noise_multiplier``; ``delta``; ``batch_size`` and ``epochs``, or
             ``sample_rate``, ``steps`` and ``expected_batch_size``; ``relation``;
@@ -159,7 +163,7 @@ def make_private(
     device = next(model.parameters()).device
     recorded = _recordable(checked_loss, device, plan) if cuda_graph else None
     programmed = _compilable(checked_loss) if compile else None
-    forward = ForwardPrecision(precision, model)
+    forward, norms = ForwardPrecision(precision, model), chosen_norms(norm_precision)
     if cuda_graph:
         streams.draw_in_graphs()
     template = None
@@ -220,6 +224,7 @@ def make_private(
             journal=Journal(folder / "journal", ledger) if folder and journal else None,
             back_map="none" if curvature is None else curvature.read_out,
             precision=forward,
+            norms=norms,
         )
         return Private(
             engine,

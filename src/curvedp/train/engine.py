@@ -28,6 +28,7 @@ from curvedp.barrier import ClippedSum, Release
 from curvedp.clipping import ClippingRule, clipped_sum
 from curvedp.errors import BudgetError, ConfigurationError, LoopError
 from curvedp.layers import Coverage, LayerIO, PerExampleLoss, Recording, Synthesiser
+from curvedp.layers.precision import NormPrecision
 from curvedp.noise import NoiseState, RandomStreams
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalBatch, PhysicalLoader, Views
@@ -80,6 +81,7 @@ class Engine:
         loader: draws and cuts the batches.
         journal: where releases are kept, or None.
         precision: of the model's forward pass.
+        norms: precision of the norms.
 
     Attributes:
         step: logical steps made.
@@ -101,6 +103,7 @@ class Engine:
         journal: Journal | None = None,
         back_map: str = "none",
         precision: ForwardPrecision | None = None,
+        norms: NormPrecision = NormPrecision.WIDE,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -114,6 +117,7 @@ class Engine:
         self.whiteners = whiteners
         self._back_map = back_map
         self._precision = precision or ForwardPrecision(None, model)
+        self._norms = norms
         self._compiled: CompiledPass | None = None
         self._chain = chain
         self._loader = loader
@@ -276,6 +280,7 @@ class Engine:
             step=batch.step,
             scale=scale / self._loader.views,
             slots=self._loader.slots,
+            norms=self._norms,
         )
         return self._merge(part, batch)
 
@@ -343,6 +348,7 @@ class Engine:
             self._coverage,
             slots=self._loader.slots,
             views=self._loader.views,
+            norms=self._norms,
             capture=capture,
         )
 

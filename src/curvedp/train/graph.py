@@ -29,6 +29,7 @@ from curvedp.clipping import ClippingRule, clipped_sum, own_copy
 from curvedp.cuda import record
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Coverage
+from curvedp.layers.precision import NormPrecision
 from curvedp.train.compiled import CompiledPass
 from curvedp.train.passes import RecordedPass
 from curvedp.whitening import Whitener
@@ -54,6 +55,7 @@ class GraphedPass:
         coverage: its verified sites.
         slots: rows of one unit.
         views: of an example, whose mean gradient is clipped.
+        norms: precision of the norms.
         capture: how a pass is recorded; its slow twin runs the pass again.
 
     Attributes:
@@ -69,6 +71,7 @@ class GraphedPass:
         *,
         slots: int = 1,
         views: int = 1,
+        norms: NormPrecision = NormPrecision.WIDE,
         capture: Capture | None = None,
     ) -> None:
         self._recorded = recorded
@@ -76,6 +79,7 @@ class GraphedPass:
         self._coverage = coverage
         self._slots = slots
         self._views = views
+        self._norms = norms
         self._capture = capture or cuda_capture
         self._graphs: dict[Hashable, tuple[list[Any], Pass]] = {}
         self._whitener: Whitener | None = None
@@ -144,6 +148,7 @@ class GraphedPass:
                 scale=self._recorded.rows / self._views,
                 slots=self._slots,
                 branch_free=True,
+                norms=self._norms,
             )
             return part, loss
 

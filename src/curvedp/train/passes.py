@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_map
 
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Coverage, LayerIO, PerExampleLoss, Recording, as_call
+from curvedp.layers.precision import NormPrecision
 
-__all__ = ["PRECISIONS", "ForwardPrecision", "RecordedPass"]
+__all__ = ["PRECISIONS", "ForwardPrecision", "RecordedPass", "chosen_norms"]
 
 #: Dtypes that a forward pass can be run in, whatever the model's own is.
 PRECISIONS = {"bf16": torch.bfloat16}
@@ -73,6 +74,18 @@ class ForwardPrecision:
 
     def _widened(self, x: Any) -> Any:
         return x.float() if isinstance(x, Tensor) and x.dtype == self._dtype else x
+
+
+def chosen_norms(name: str | None) -> NormPrecision:
+    """How precisely norms are computed, by name; None for the device's best."""
+    try:
+        return NormPrecision.WIDE if name is None else NormPrecision(name)
+    except ValueError:
+        names = ", ".join(precision.value for precision in NormPrecision)
+        raise ConfigurationError(
+            f"norm_precision must be one of {names}, not {name!r}",
+            "leave it out for float64 where the device is not much slower at that",
+        ) from None
 
 
 class RecordedPass:

@@ -95,6 +95,7 @@ class Trainer:
         cuda_graph: make each pass one CUDA graph; see :func:`curvedp.make_private`.
         compile: compile each pass; see :func:`curvedp.make_private`.
         precision: "bf16" for bfloat16 autocast; see :func:`curvedp.make_private`.
+        norm_precision: of the norms; see :func:`curvedp.make_private`.
         **settings: privacy settings, as for :func:`curvedp.make_private`.
     """
 
@@ -124,6 +125,7 @@ class Trainer:
         cuda_graph: bool = False,
         compile: bool = False,
         precision: str | None = None,
+        norm_precision: str | None = None,
         **settings: Any,
     ) -> None:
         names = ["mode", *get_recipe(recipe).setting_names()]
@@ -151,7 +153,7 @@ class Trainer:
         self._loader_options = loader_options
         self._cuda_graph, self._compile = cuda_graph, compile
         self.forward_precision = ForwardPrecision(precision, model)
-        self._precision = precision
+        self._precision, self._norm_precision = precision, norm_precision
         self._stop = False
 
     def request_stop(self) -> None:
@@ -231,6 +233,7 @@ class Trainer:
             cuda_graph=self._cuda_graph,
             compile=self._compile,
             precision=self._precision,
+            norm_precision=self._norm_precision,
             **self._given,
         )
 
