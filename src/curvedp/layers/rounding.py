@@ -41,6 +41,9 @@ These bounds are worst cases. Rounding errors are mostly independent, and then g
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -53,6 +56,9 @@ TENSOR_CORE = 2.0**-22
 
 #: What is lost where a float32 number is written as two bfloat16 numbers.
 SPLIT = 2.0**-16
+
+#: Since 2.8 torch has products of bfloat16 numbers whose sums it does not round again.
+_SHORT_IN_LONG_OUT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 
 #: eta, by dtype of the sums.
 TINY = {torch.float32: 2.0**-126, torch.float64: 2.0**-1022}
@@ -99,11 +105,24 @@ def _short(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _short_product(x: Tensor, y: Tensor) -> Tensor:
-    if x.device.type != "cuda":  # the same numbers, as float32 ones
+    if x.device.type != "cuda" or not _SHORT_IN_LONG_OUT:  # the same, a bit better
         return x.float() @ y.float()
     lead = x.shape[:-2]
-    found = torch.bmm(x.flatten(0, -3), y.flatten(0, -3), out_dtype=torch.float32)
+    with _float32_reductions():
+        found = torch.bmm(x.flatten(0, -3), y.flatten(0, -3), out_dtype=torch.float32)
     return found.reshape(*lead, *found.shape[-2:])
+
+
+@contextmanager
+def _float32_reductions() -> Iterator[None]:
+    """A product that is cut in pieces may be put together in bfloat16 otherwise."""
+    switch = torch.backends.cuda.matmul
+    before = switch.allow_bf16_reduced_precision_reduction
+    switch.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        switch.allow_bf16_reduced_precision_reduction = before
 
 
 def sq_length(x: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class RecordedPass:
         self.rows = rows
         self._coverage = coverage
         self._loss = loss
-        self._precision = precision or ForwardPrecision(None, model)
+        self.precision = precision or ForwardPrecision(None, model)
 
     def __call__(
         self,
@@ -134,8 +134,8 @@ class RecordedPass:
             self.model, self._coverage.covered, self.rows, keep_inputs=keep_inputs
         )
         args, kwargs = as_call(inputs)
-        with self._precision.during_forward():
+        with self.precision.during_forward():
             output = recording.forward(args, kwargs, point)
-        loss = self._loss(self._precision.outputs(output), targets).mean()
+        loss = self._loss(self.precision.outputs(output), targets).mean()
         torch.autograd.backward(loss)
         return recording.layer_ios(), loss.detach()
