@@ -16,8 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from curvedp import make_private
+from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch
 from curvedp.testing import reference
+from curvedp.train import compiled
 from curvedp.train.losses import LOSSES
 
 from .test_graph import Twin
@@ -213,6 +215,50 @@ def test_other_names_are_refused(options):
             loss="cross-entropy", noise_multiplier=1.0, sample_rate=0.5, steps=1,
             expected_batch_size=6, **options,
         )  # fmt: skip
+
+
+def test_rounding_alone_is_no_fault_of_a_compiler():
+    """Queries of a net that has not learnt yet: in bfloat16 all of it is rounding."""
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.query, self.key = nn.Linear(5, 8), nn.Linear(5, 8, bias=False)
+            self.value, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+            nn.init.constant_(self.value.bias, 100.0)  # values that are nearly equal
+
+        def forward(self, x):
+            x = x[:, 0]
+            scores = 1e-3 * self.query(x) @ self.key(x).mT
+            return self.head((scores.softmax(-1) @ self.value(x)).mean(1))
+
+    x, y = examples()
+    own = Attends()
+    private = make_private(
+        own, torch.optim.SGD(own.parameters(), lr=0.1), TensorDataset(x, y),
+        loss="cross-entropy", noise_multiplier=1.0, sample_rate=1.0, steps=1,
+        expected_batch_size=ROWS, physical_batch_size=ROWS, precision="bf16",
+    )  # fmt: skip
+
+    def other_roundings(graph, _):
+        def rounded(v):
+            noise = torch.Generator().manual_seed(v.numel())
+            return v * (1 + 2.0**-8 * (torch.rand(v.shape, generator=noise) - 0.5))
+
+        def run(*given):
+            return graph(*[rounded(v) if v.is_floating_point() else v for v in given])
+
+        return run
+
+    private._passed = private._engine.compiled(LOSS, synthetic, other_roundings)
+    for batch in private.loader:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiled, "ROUNDING_ALONE", 0.0)
+            with pytest.raises(ConfigurationError, match="other values"):
+                private.train_on(batch)
+        private.train_on(batch)
+    assert private.step == 1
 
 
 def test_a_float64_model_has_no_bf16_forward_pass():

@@ -18,8 +18,8 @@ least ``sum_t ||d_t|| ||a_t||`` (Cauchy-Schwarz):
    ``sum_t |d_t| |a_t|^T``, a matrix no longer than S: the norm is off by at most
    ``gamma_{T + 8} S``.
 3. *Length.* A sum of n squares has no cancellation: it is off by ``gamma_n`` of itself,
-   and by ``n eta`` for squares that vanish. Rows are added up one by one and then in
-   float64, so n is the length of a row.
+   and by ``n eta`` for squares that vanish. Rows (or columns) are added up one by one
+   and then in float64, so n is the length of a row.
 4. *Map.* For ``x R``, R of rank k beside a multiple of the identity,
    ``x t + ((x Q) E) Q^T``: the first product is off by ``gamma_p |x| |Q|``, not longer
    than ``gamma_p sqrt(k) ||x||``, as ``|| |Q| || <= ||Q||_F = sqrt(k)``; likewise the
@@ -130,10 +130,12 @@ def sq_length(x: Tensor) -> Tensor:
     if x.dtype == torch.float64:
         norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
         return norms.square()
-    rows: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=_summed(x))
-    n, u = x.shape[-1], ROUNDING[torch.float32]
+    first = -2 if x.stride(-2) == 1 else -1  # whichever lies together in memory
+    rows: Tensor = torch.linalg.vector_norm(x, dim=first, dtype=_summed(x))
+    n, u = x.shape[first], ROUNDING[torch.float32]
     squares = rows.double().square().sum(-1)
-    return squares * (1 + gamma(n + 8, u)) + x.shape[-2] * n * TINY[torch.float32]
+    tiny = x.shape[-1] * x.shape[-2] * TINY[torch.float32]
+    return squares * (1 + gamma(n + 8, u)) + tiny
 
 
 def _summed(x: Tensor) -> torch.dtype:
