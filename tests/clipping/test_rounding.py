@@ -24,7 +24,7 @@ from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import DirectIO
 from curvedp.layers.linear import LinearGeometry
 from curvedp.layers.lookup import LookupIO
-from curvedp.layers.precision import exact
+from curvedp.layers.precision import NormPrecision, exact, norms_in
 from curvedp.whitening import IdentityWhitener
 
 #: The bound holds up to the rounding of the measurement's float32 inputs.
@@ -49,13 +49,18 @@ def linear_io(a, d, method=None):
     )
 
 
-@pytest.fixture(params=["float64", "float32"])
-def norms(request, monkeypatch):
-    """Norms as on this machine, and as on a GPU without fast float64."""
-    if request.param == "float32":
-        for module in (dense, lookup):
-            monkeypatch.setattr(module, "norm_dtype", precision.compute_dtype)
-    return request.param
+@pytest.fixture(params=list(NormPrecision), ids=lambda norms: norms.value)
+def norms(request):
+    """Norms as on this machine, as on a GPU without fast float64, on tensor cores."""
+    with norms_in(request.param):
+        yield request.param
+
+
+def without_allowances(monkeypatch, *modules):
+    for module in modules:
+        monkeypatch.setattr(module, "ROUNDING", dict.fromkeys(precision.ROUNDING, 0.0))
+        monkeypatch.setattr(module, "gamma", lambda *_: 0.0, raising=False)
+        monkeypatch.setattr(module, "lost", lambda *_: 0.0, raising=False)
 
 
 def contribution(io, rule):
@@ -80,6 +85,7 @@ def added_up(io, rule):
             parameters=shapes,
             present=torch.arange(io.batch_size) == i,
             step=0,
+            norms=precision._chosen.get(),  # as the test has said
         )
         added = sum(float(v.double().square().sum()) for v in total.values.values())
         assert math.isfinite(added)
@@ -171,10 +177,12 @@ def test_cancellation_stays_below_the_bound(name, norms):
         ("sum-16384", NormMethod.INSTANTIATE),
     ],
 )
-@pytest.mark.parametrize("norms", ["float32"], indirect=True)
+@pytest.mark.parametrize(
+    "norms", [NormPrecision.FLOAT32, NormPrecision.BF16], indirect=True
+)
 def test_plain_float32_norms_would_break_the_bound(name, method, norms, monkeypatch):
     a, d = hostile(name)
-    monkeypatch.setattr(dense, "ROUNDING", dict.fromkeys(precision.ROUNDING, 0.0))
+    without_allowances(monkeypatch, dense)
     bounds = (0.1, 1.0, 50.0)
     ratios = [contribution(linear_io(a, d, method), FlatClipping(c)) for c in bounds]
     assert max(ratios) > VISIBLE
@@ -184,7 +192,7 @@ def test_without_the_allowance_the_sum_would_break_the_bound(monkeypatch):
     # the norm is exact in float64; what is added up in float32 is rounding, mostly
     a, d = random_cancellation(16, 40, 10, 1e-8, 1e8, seed=3)
     assert added_up(linear_io(a, d), FlatClipping(50.0)) <= 1 + SLACK_OF_SUMS
-    monkeypatch.setattr(dense, "ROUNDING", dict.fromkeys(precision.ROUNDING, 0.0))
+    without_allowances(monkeypatch, dense)
     assert added_up(linear_io(a, d), FlatClipping(50.0)) > VISIBLE
 
 
@@ -218,9 +226,8 @@ def test_repeated_tokens_cancel_too(norms, monkeypatch):
     io = repeated_tokens(4096)
     for rule in RULES:
         assert_bounded(io, rule(1.0))
-    if norms == "float32":
-        without = dict.fromkeys(precision.ROUNDING, 0.0)
-        monkeypatch.setattr(lookup, "ROUNDING", without)
+    if norms is not NormPrecision.WIDE:
+        without_allowances(monkeypatch, lookup)
         assert contribution(io, FlatClipping(1.0)) > VISIBLE
 
 
@@ -238,17 +245,19 @@ MAGNITUDES = st.sampled_from(
     rule=st.sampled_from(RULES),
     bound=st.sampled_from([1e-3, 1.0, 1e4]),
     seed=st.integers(0, 99),
+    norms=st.sampled_from(list(NormPrecision)),
 )
-def test_any_magnitude(a_scale, d_scale, t, method, rule, bound, seed):
+def test_any_magnitude(a_scale, d_scale, t, method, rule, bound, seed, norms):
     generator = torch.Generator().manual_seed(seed)
     a = torch.rand(2, t, 7, generator=generator) * a_scale
     d = torch.rand(2, t, 5, generator=generator) * d_scale
-    assert_bounded(linear_io(a, d, method), rule(bound))
+    with norms_in(norms):
+        assert_bounded(linear_io(a, d, method), rule(bound))
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])
 @pytest.mark.parametrize("t", [1, 2])
-def test_squares_that_underflow_hide_nothing(t, method):
+def test_squares_that_underflow_hide_nothing(t, method, norms):
     # a^2 is zero in float32, d^2 is nearly its largest number, and g is ordinary
     a, d = torch.full((1, t, 2000), 2e-23), torch.full((1, t, 10), 1e18)
     for rule in RULES:

@@ -61,11 +61,10 @@ FAULTS = [
         checks.whitener_ignores_what_is_in_the_batch,
         (
             Patch(
-                Engine.accumulate,
+                Engine._take,
                 _AT,
                 _made_anew(
-                    "_streams=RandomStreams(int(1e6 * float("
-                    "recording.layer_ios()[0].sq_norms().sum())))"
+                    "_streams=RandomStreams(int(1e6 * float(ios[0].sq_norms().sum())))"
                 ),
             ),
         ),
@@ -75,7 +74,7 @@ FAULTS = [
         checks.whitener_ignores_the_size_of_the_batch,
         (
             Patch(
-                Engine.accumulate,
+                Engine._take,
                 _AT,
                 _made_anew(
                     "_how=__import__('dataclasses').replace("

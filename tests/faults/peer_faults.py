@@ -43,8 +43,8 @@ _SUMS = [
         peer_sums.bound_holds_in_bfloat16,
         (
             bounded.clipped_sum,
-            ".weights(norms)",
-            ".weights(norms.bfloat16()).to(norms)",
+            ".weights(lengths)",
+            ".weights(lengths.bfloat16()).to(lengths)",
         ),
     ),
     fault(
@@ -52,7 +52,7 @@ _SUMS = [
         peer_sums.bound_holds_under_autocast,
         (
             bounded.clipped_sum,
-            "with exact(device):",
+            "with exact(device), norms_in(norms):",
             "with torch.no_grad():",
         ),
     ),
@@ -264,7 +264,7 @@ _MODELS = [
     fault(
         "the norm of a bias that is not there",
         peer_models.bias_free_layers_are_exact,
-        (dense._sq_spread, " if bias else 0.0", ""),
+        (dense.outer_sq_norms, " if bias else 0.0", ""),
         UNVERIFIED,
     ),
     fault(

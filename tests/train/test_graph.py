@@ -60,7 +60,7 @@ def tensors(result):
 
 def graphed(private):
     twin = Twin()
-    private._graphed = private._engine.graphed(LOSS, twin)
+    private._passed = private._engine.graphed(LOSS, twin)
     return private, twin
 
 
@@ -109,7 +109,7 @@ def looked_at(*_):
 @pytest.mark.parametrize("recipe", PRIVATE)
 def test_a_pass_never_looks_at_values(recipe):
     private = attach(examples(), recipe)
-    private._graphed = private._engine.graphed(LOSS, Blind())
+    private._passed = private._engine.graphed(LOSS, Blind())
     train(private)
     assert private.step == 8
 
@@ -266,7 +266,7 @@ def test_what_has_to_be_set_up_first_is_run_before(monkeypatch):
 def test_a_step_that_needs_the_cpu_says_so(monkeypatch):
     Recorder(monkeypatch, refuses=lambda warm: True)
     private = attach(examples(), "dp-sgd")
-    private._graphed = private._engine.graphed(LOSS)
+    private._passed = private._engine.graphed(LOSS)
     with pytest.raises(ConfigurationError, match="leave cuda_graph out"):
         train(private)
     assert private.step == 0

@@ -151,7 +151,7 @@ def test_views_of_a_step_are_the_same_after_a_resume(tmp_path):
 @pytest.mark.parametrize("bound", [BOUND, 100.0])
 def test_a_recorded_pass_averages_views_too(bound):
     plain, recorded = attach(clip_norm=bound), attach(clip_norm=bound)
-    recorded._graphed = recorded._engine.graphed(LOSS, Twin())
+    recorded._passed = recorded._engine.graphed(LOSS, Twin())
     for private in (plain, recorded):
         for batch in private.loader:
             private.train_on(batch)

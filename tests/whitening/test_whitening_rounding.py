@@ -14,6 +14,7 @@ from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import DirectIO
 from curvedp.layers.linear import LinearGeometry
 from curvedp.layers.lookup import LookupIO
+from curvedp.layers.precision import NormPrecision
 from curvedp.whitening import (
     Damping,
     DiagonalMap,
@@ -21,10 +22,9 @@ from curvedp.whitening import (
     KroneckerMap,
     LayerwiseWhitener,
     damped_root,
-    joint,
     maps,
 )
-from curvedp.whitening.roots import DiagonalRoot, IdentityRoot
+from curvedp.whitening.roots import DiagonalRoot, FullRoot, IdentityRoot
 
 P, R = 40, 6
 SHAPE = torch.Size((R, P))
@@ -51,7 +51,7 @@ def whiteners(damping):
     return {"kronecker": kronecker, "joint": joint}, direction
 
 
-def contribution(whitener, io, rule):
+def contribution(whitener, io, rule, norms=NormPrecision.WIDE):
     total = clipped_sum(
         [io],
         rule,
@@ -59,6 +59,7 @@ def contribution(whitener, io, rule):
         parameters={"w": torch.zeros(SHAPE)},
         present=torch.ones(io.batch_size, dtype=torch.bool),
         step=0,
+        norms=norms,
     )
     return float(total.values["w"].double().norm()) / rule.bound
 
@@ -98,15 +99,14 @@ def test_a_sum_in_float32_would_break_the_bound(monkeypatch):
     assert worst > 1 + 1e-4
 
 
-def test_where_all_is_float32_the_allowance_keeps_it(monkeypatch):
-    for module in (maps, joint):
-        monkeypatch.setattr(module, "norm_dtype", precision.compute_dtype)
+@pytest.mark.parametrize("norms", [NormPrecision.FLOAT32, NormPrecision.BF16])
+def test_where_all_is_float32_the_allowance_keeps_it(norms):
     for seed in range(5):
         torch.manual_seed(seed)
         found, direction = whiteners(1e-6)
         for whitener in found.values():
             for io in forms(direction):
-                assert contribution(whitener, io, FlatClipping(1.0)) <= 1 + 1e-6
+                assert contribution(whitener, io, FlatClipping(1.0), norms) <= 1 + 1e-6
 
 
 def test_diagonal_maps_and_tables_too():
@@ -173,3 +173,49 @@ def test_a_small_output_gradient_does_not_vanish_beside_a_large_input(monkeypatc
     found = diagonal.sq_norms(io).sqrt()
     assert true <= float(found[0]) <= true * (1 + 1e-4)
     assert float(found[1]) == 0.0
+
+
+def root_that_float32_takes_for_singular():
+    """``I + H / sqrt(n)`` and a bit in the direction x, where that is zero.
+
+    H is a Hadamard matrix, ``H x = -sqrt(n) x`` with entries of 1 and -1. The bit is
+    below half a digit of every entry: it is gone in float32, and its length is n bits.
+    """
+    h = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
+    below, above = torch.tensor([1, -1, -1, -1]), torch.tensor([1, 1, 1, -1])
+    matrix, x = h.double(), below.double()
+    for _ in range(5):
+        matrix, x = torch.kron(matrix, h.double()), torch.kron(x, above.double())
+    n = len(x)
+    matrix = matrix / n**0.5
+    assert torch.equal(matrix @ x, -x)
+    matrix += torch.eye(n, dtype=torch.float64)
+    matrix += 0.49 * 2.0**-30 * torch.outer(x, x)
+    root = FullRoot(torch.zeros(1, 1, 1).expand(1, n, n), torch.full((1, n), 2.0))
+    root.__dict__["_matrix"] = matrix.unsqueeze(0)  # eigenvectors would take a minute
+    return root, x.float()
+
+
+def test_rounding_of_the_map_is_counted(monkeypatch):
+    root, x = root_that_float32_takes_for_singular()
+    shape = torch.Size((1, len(x)))
+    own = KroneckerMap("w", None, shape, 1, IdentityRoot(), root)
+    pair = (x.reshape(1, 1, -1), torch.full((1, 1, 1), 1e6))
+    io = DenseIO("l", "w", None, [pair], LinearGeometry(shape))
+
+    def added_up(norms):
+        total = clipped_sum(
+            [io],
+            FlatClipping(1.0),
+            LayerwiseWhitener([own], ["w"]),
+            parameters={"w": torch.zeros(shape)},
+            present=torch.ones(1, dtype=torch.bool),
+            step=0,
+            norms=norms,
+        )
+        return float(total.values["w"].double().norm())
+
+    assert 0.99 <= added_up(NormPrecision.WIDE) <= 1 + 1e-6
+    assert added_up(NormPrecision.FLOAT32) <= 1 + 1e-6
+    monkeypatch.setattr(maps, "map_rounding", lambda *_: 0.0)
+    assert added_up(NormPrecision.FLOAT32) > 1.5

@@ -172,6 +172,23 @@ _OPTIONS: dict[str, Any] = {
             shown=False,
         ),
     ],
+    "compile": Annotated[
+        bool,
+        _option(
+            _RUN,
+            "Compile each pass: same numbers up to rounding, first step takes minutes.",
+            "--compile",
+            shown=False,
+        ),
+    ],
+    "precision": Annotated[
+        str | None,
+        _option(_RUN, "bf16: forward pass in bfloat16.", shown="the model's own"),
+    ],
+    "norm_precision": Annotated[
+        str | None,
+        _option(_RUN, "Of norms: wide, float32 or bf16; same bound.", shown="wide"),
+    ],
     "allow_large_delta": Annotated[
         bool,
         _option(
@@ -202,7 +219,8 @@ _PRIVACY_KEYS = (
 )  # fmt: skip
 _RUN_KEYS = (
     "physical_batch_size", "validation", "validation_is_public", "loss", "seed",
-    "checkpoint_every", "device", "cuda_graph", "augment", "views",
+    "checkpoint_every", "device", "cuda_graph", "compile", "precision",
+    "norm_precision",    "augment", "views",
     "show_private_training_loss", "unsafe_reproducible_noise",
 )  # fmt: skip
 #: Table in the file, the key that names the thing, and the option for its details.

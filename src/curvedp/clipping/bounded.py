@@ -13,7 +13,12 @@ from curvedp.cuda import own_values
 from curvedp.errors import ConfigurationError
 from curvedp.layers.grouping import grouped
 from curvedp.layers.io import LayerIO
-from curvedp.layers.precision import compute_dtype, exact
+from curvedp.layers.precision import (
+    NormPrecision,
+    compute_dtype,
+    exact,
+    norms_in,
+)
 from curvedp.whitening.base import Part, Whitener, parts_of
 
 __all__ = ["clipped_sum", "own_copy"]
@@ -30,6 +35,7 @@ def clipped_sum(
     scale: float = 1.0,
     slots: int = 1,
     branch_free: bool = False,
+    norms: NormPrecision = NormPrecision.WIDE,
 ) -> ClippedSum:
     r"""``sum_i c_i P g_i`` over the units (examples or persons) that are present.
 
@@ -50,6 +56,7 @@ def clipped_sum(
             whose rows stand together and are clipped as one.
         branch_free: do the same operations whatever the values are, as a CUDA graph
             needs; otherwise the CPU looks whether there is anything to replace.
+        norms: precision of the norms; the bound holds in each.
 
     Guarantees:
         One unit moves the sum by at most ``rule.bound`` in L2 norm, whatever it is.
@@ -60,7 +67,7 @@ def clipped_sum(
     device = first.device
     parts = _checked(parts_of(whitener))
     present = present.to(device)
-    with exact(device):
+    with exact(device), norms_in(norms):
         if slots > 1:
             # a slot without an example is padding, whose gradient is not zero
             ios = [grouped(io.keep(present), slots) for io in ios]
@@ -77,8 +84,8 @@ def clipped_sum(
             sq_norms = torch.where(finite, sq_norms, torch.zeros_like(sq_norms))
         kept = finite & present
         mapped: dict[str, Tensor] = {}
-        for own, norms in zip(parts, sq_norms, strict=True):
-            weights = rule.of_part(own.share).weights(norms)
+        for own, lengths in zip(parts, sq_norms, strict=True):
+            weights = rule.of_part(own.share).weights(lengths)
             weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
             total = _weighted_sum(ios, weights, parameters, own.whitener)
             for name, value in own.whitener.apply(total).items():

@@ -76,6 +76,9 @@ _RUN_TYPES: dict[str, tuple[type, ...]] = {
     "augment": (str,),
     "views": (int,),
     "cuda_graph": (bool,),
+    "compile": (bool,),
+    "precision": (str,),
+    "norm_precision": (str,),
     "metrics": (list, tuple),
     "checkpoint_every": (int,),
     "validation": (float, int),
@@ -110,6 +113,10 @@ class RunConfig:
         views: random views of an example that are averaged before clipping.
         device: "auto", "cpu", "cuda" or "mps".
         cuda_graph: record each pass as a CUDA graph; the numbers are the same.
+        compile: compile each pass; the numbers are the same up to rounding.
+        precision: "bf16" for a forward pass in bfloat16; empty for the model's own.
+        norm_precision: "float32" or "bf16" for norms in less than float64; empty for
+            the best that the device is not much slower at.
         metrics: what is computed on held-out examples; empty chooses by the task.
         checkpoint_every: steps between checkpoints.
         validation: share of the training examples that is set apart for evaluation. A
@@ -143,6 +150,9 @@ class RunConfig:
     views: int = 1
     device: str = "auto"
     cuda_graph: bool = False
+    compile: bool = False
+    precision: str = ""
+    norm_precision: str = ""
     metrics: tuple[str, ...] = ()
     checkpoint_every: int = 20
     validation: float | None = None

@@ -37,6 +37,14 @@ from curvedp.layers.rules import Call
 
 __all__ = ["Recording"]
 
+#: Modules whose one operation autocast computes in bfloat16, of rounded inputs.
+_AUTOCAST = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+)
+
 
 class Recording:
     """A single pass. Private from ``forward`` on; drop it after ``layer_ios``.
@@ -130,7 +138,10 @@ class Recording:
         settle = partial(_settle, weakref.ref(self), item) if settles else None
 
         def record(
-            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+            module: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            output: Any,
         ) -> Any:
             refuse_checkpointing(item.site.label)
             if not torch.is_grad_enabled():
@@ -141,6 +152,8 @@ class Recording:
                     lambda x: _repeated(x, shared, self._batch_size),
                     (args, kwargs, output),
                 )
+            if type(module) in _AUTOCAST:
+                args, kwargs = _as_computed(args, kwargs, output)
             call = OpenCall(args, kwargs, settle=settle)
             calls.append(call)
             leaves, spec = tree_flatten(output)
@@ -255,6 +268,21 @@ class Recording:
                 "examples must stand at dimension 0 in every layer with parameters "
                 "(batch_first=True; move other dimensions inside the module)",
             )
+
+
+def _as_computed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as autocast rounded them for the product; they take half the memory."""
+    if not isinstance(output, Tensor) or output.dtype != torch.bfloat16:
+        return args, kwargs
+
+    def rounded(x: Any) -> Any:
+        cast = isinstance(x, Tensor) and x.dtype == torch.float32
+        return x.detach().to(output.dtype) if cast else x
+
+    found: tuple[Any, ...] = tuple(map(rounded, args))
+    return found, {name: rounded(x) for name, x in kwargs.items()}
 
 
 def _settle(recording: weakref.ref[Recording], item: Covered, call: OpenCall) -> None:

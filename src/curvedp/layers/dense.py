@@ -21,9 +21,9 @@ the example would contribute many times the bound (``tests/clipping/test_roundin
 has one that reaches 500 C). So norms are computed in float64 wherever the device is not
 much slower at that, and are raised by what rounding can still hide. With
 ``S = ||d|| ||a|| >= sum_t ||d_t|| ||a_t||`` (over all positions), u the round-off of
-the norm and v that of the sum:
+the norm and v that of the sum (:mod:`curvedp.layers.rounding` has the proof):
 
-- Gram: ``gram + u (p + r + T) S^2``; instantiate: ``(||g|| + u T S)^2``. In float64
+- Gram: ``gram + u (p + r + 2T) S^2``; instantiate: ``(||g|| + u T S)^2``. In float64
   that is nothing; in float32 (a GPU without fast float64) the third to fifth digit.
 - both: ``+ (v T S)^2`` for the sum. Added to the square, it leaves ordinary examples as
   they are and counts in full where all but rounding has cancelled.
@@ -40,7 +40,13 @@ from torch import Tensor
 
 from curvedp.layers.costs import DenseShape, NormMethod, chunk_rows, writes_down
 from curvedp.layers.io import DirectIO, LayerIO, replace_examples
-from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
+from curvedp.layers.precision import (
+    ROUNDING,
+    compute_dtype,
+    norm_dtype,
+    short_products,
+)
+from curvedp.layers.rounding import TINY, gamma, lost, product, sq_length, unit
 
 __all__ = ["DenseIO", "Geometry", "outer_sq_norms"]
 
@@ -130,8 +136,15 @@ class DenseIO(LayerIO):
 
     def _sq_norms(self, part: slice, method: NormMethod) -> Tensor:
         summed_in = compute_dtype(self.calls[0][1])
-        a, d = self._rows(part, norm_dtype(self.calls[0][1]))
+        a, d = self._rows(part, self._norm_dtype())
         return outer_sq_norms(a, d, method, summed_in, bias=self.bias is not None)
+
+    def _norm_dtype(self) -> torch.dtype:
+        """Of rows that norms are taken of; bfloat16 ones may stay what they are."""
+        tensors = [x for pair in self.calls for x in pair]
+        if all(short_products(x) and x.dtype == torch.bfloat16 for x in tensors):
+            return torch.bfloat16
+        return norm_dtype(self.calls[0][1])
 
     def chunks(
         self, method: NormMethod | None = None
@@ -229,27 +242,33 @@ def outer_sq_norms(
     """
     t, p, r = a.shape[2], a.shape[3], d.shape[3]
     ones = 1.0 if bias else 0.0
-    spread = _sq_spread(a, d, bias)
+    sq_a, sq_d = sq_length(a) + ones * t, sq_length(d)  # [B, G]
+    spread = (sq_a * sq_d).sum(1)
     if t == 1:  # the norm of an outer product
         return spread
-    in_norm, in_sum = ROUNDING[a.dtype], (t + 8) * ROUNDING[summed_in]
+    u, in_sum = unit(a), (t + 8) * ROUNDING[summed_in]
     if method is NormMethod.GRAM:
-        gram = ((a @ a.mT + ones) * (d @ d.mT)).sum((1, 2, 3)).clamp_min(0)
-        squares = gram.double() + (p + r + t + 8) * in_norm * spread
+        kernel = (product(a, a.mT) + ones) * product(d, d.mT)
+        # a row at a time, and then all of them: two sums of T terms
+        gram = kernel.sum(-1).sum((1, 2)).clamp_min(0)
+        tiny = t * TINY[kernel.dtype] * (p * sq_d + r * sq_a + t).sum(1)
+        hidden = gamma(p + r + 2 * t + a.shape[1] + 8, u) * spread + tiny
+        squares = gram.double() + hidden
     else:
-        exact = _sq(d.mT @ a).sum(1) + ones * _sq(d.sum(2, keepdim=True)).sum(1)
-        hidden = (t + 8) * in_norm * spread.sqrt()
+        column = d.sum(2, keepdim=True, dtype=_wide(d))
+        exact = (sq_length(product(d.mT, a)) + ones * sq_length(column)).sum(1)
+        hidden = gamma(t + 8, u) * spread.sqrt()
         squares = (exact.sqrt() + hidden).square()
+    if rounded := lost(a, d):  # rows that were written down in fewer digits
+        squares = (squares.sqrt() + rounded * spread.sqrt()).square()
     return squares + in_sum**2 * spread
 
 
 def _sq_spread(a: Tensor, d: Tensor, bias: bool) -> Tensor:
     """``S^2``; groups are disjoint parts of ``g_i``."""
     ones = float(a.shape[2]) if bias else 0.0
-    return ((_sq(a) + ones) * _sq(d)).sum(1)
+    return ((sq_length(a) + ones) * sq_length(d)).sum(1)
 
 
-def _sq(x: Tensor) -> Tensor:
-    """Squared norm over the last two dimensions, whichever lies first in memory."""
-    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
-    return norms.double().square()
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype == torch.bfloat16 else x.dtype

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from curvedp.layers.io import LayerIO, replace_examples
 from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
+from curvedp.layers.rounding import sq_length
 
 __all__ = ["LookupIO"]
 
@@ -72,10 +73,10 @@ class LookupIO(LayerIO):
             1, run, torch.linalg.vector_norm(d, dim=-1)
         )
         spread = lengths.double().square().sum(1)
-        norms: Tensor = torch.linalg.vector_norm(summed.flatten(1), dim=1)
+        norms = sq_length(summed).sqrt()
         in_norm = (ids.shape[1] + 8) * ROUNDING[d.dtype]
         hidden = in_norm * spread.sqrt()
-        return (norms.double() + hidden).square() + in_sum**2 * spread
+        return (norms + hidden).square() + in_sum**2 * spread
 
     def weighted_sum(
         self, weights: Tensor, dtype: torch.dtype | None = None

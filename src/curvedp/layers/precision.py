@@ -4,18 +4,48 @@ A model may run in bfloat16, in TF32 or under autocast: that changes which gradi
 has, not how much one example may contribute. Norms, clipped sums and noise are another
 matter. There a lower precision silently moves the bound, so they are computed inside
 :func:`exact`, which switches all of that off and puts it back afterwards.
+
+Norms may be asked for in less than float64, where that is faster (:func:`norms_in`).
+They are then raised by a proven bound of what rounding hides
+(:mod:`curvedp.layers.rounding`), so that the clip bound holds all the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ROUNDING", "compute_dtype", "exact", "norm_dtype", "square_dtype"]
+__all__ = [
+    "ROUNDING",
+    "NormPrecision",
+    "compute_dtype",
+    "exact",
+    "norm_dtype",
+    "norms_in",
+    "short_products",
+    "square_dtype",
+]
+
+
+class NormPrecision(Enum):
+    """In which precision products are computed that norms are taken of."""
+
+    #: float64 where the device is not much slower at that, float32 elsewhere.
+    WIDE = "wide"
+    #: True float32 everywhere.
+    FLOAT32 = "float32"
+    #: Products of bfloat16 numbers that are added up in float32, as tensor cores do.
+    #: A float32 number is a sum of two such numbers up to 2^-16 of it.
+    BF16 = "bf16"
+
+
+_chosen: ContextVar[NormPrecision] = ContextVar("norms", default=NormPrecision.WIDE)
 
 #: Unit round-off. A sum of n products, in whatever order it is computed, is off by at
 #: most n of these, relative to the sum of the products' absolute values (Higham 2002,
@@ -32,8 +62,10 @@ def norm_dtype(x: Tensor) -> torch.dtype:
     """The dtype to compute norms in: float64 where it is not much slower.
 
     CPUs have half the float32 rate, data-centre GPUs as much as without TF32, other
-    GPUs a few per cent of it.
+    GPUs a few per cent of it. What :func:`norms_in` asks for goes before that.
     """
+    if _chosen.get() is not NormPrecision.WIDE:
+        return compute_dtype(x)
     if x.device.type == "cpu":
         return torch.float64
     if x.is_cuda and torch.cuda.get_device_capability(x.device) in _FAST_FLOAT64:
@@ -47,6 +79,21 @@ def square_dtype(x: Tensor) -> torch.dtype:
     One operation an element, and memory is the bottleneck also where float64 is slow.
     """
     return compute_dtype(x) if x.device.type == "mps" else torch.float64
+
+
+@contextmanager
+def norms_in(precision: NormPrecision) -> Iterator[None]:
+    """Inside, norms are computed in this precision."""
+    token = _chosen.set(precision)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def short_products(x: Tensor) -> bool:
+    """Whether products for norms are those of bfloat16 numbers; not of float64 ones."""
+    return _chosen.get() is NormPrecision.BF16 and x.dtype != torch.float64
 
 
 #: Compute capabilities of the A100, the H100 and H200, and the B200.

@@ -15,7 +15,7 @@ again. A crash after 4 costs nothing: the journal repeats the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,10 +27,13 @@ from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.barrier import ClippedSum, Release
 from curvedp.clipping import ClippingRule, clipped_sum
 from curvedp.errors import BudgetError, ConfigurationError, LoopError
-from curvedp.layers import Coverage, PerExampleLoss, Recording, Synthesiser
+from curvedp.layers import Coverage, LayerIO, PerExampleLoss, Recording, Synthesiser
+from curvedp.layers.precision import NormPrecision
 from curvedp.noise import NoiseState, RandomStreams
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalBatch, PhysicalLoader, Views
+from curvedp.train.compiled import CompiledPass
+from curvedp.train.datasets import moved
 from curvedp.train.explained import StepPlan, explain
 from curvedp.train.graph import Capture, GraphedPass, GraphedReadOut
 from curvedp.train.guard import (
@@ -39,6 +42,7 @@ from curvedp.train.guard import (
     refuse_processes,
 )
 from curvedp.train.journal import Journal
+from curvedp.train.passes import ForwardPrecision, RecordedPass
 from curvedp.train.whitened import WhitenerSource
 from curvedp.update import BackMap, Chain, apply_release
 from curvedp.whitening import IdentityWhitener, Whitener
@@ -77,6 +81,8 @@ class Engine:
         ledger: where steps are paid.
         loader: draws and cuts the batches.
         journal: where releases are kept, or None.
+        precision: of the model's forward pass.
+        norms: precision of the norms.
 
     Attributes:
         step: logical steps made.
@@ -97,6 +103,8 @@ class Engine:
         loader: PhysicalLoader,
         journal: Journal | None = None,
         back_map: str = "none",
+        precision: ForwardPrecision | None = None,
+        norms: NormPrecision = NormPrecision.WIDE,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -109,6 +117,9 @@ class Engine:
         self._coverage = coverage
         self.whiteners = whiteners
         self._back = BackMap(back_map)
+        self._precision = precision or ForwardPrecision(None, model)
+        self._norms = norms
+        self._compiled: CompiledPass | None = None
         self._chain = chain
         self._loader = loader
         self._mechanism = plan.mechanism()
@@ -197,6 +208,12 @@ class Engine:
                 "compute the whole loss from one call of the model; wrap other passes "
                 "in torch.no_grad()",
             )
+        if self._compiled is not None:
+            raise LoopError(
+                "compile=True makes forward, loss and backward one program, and the "
+                "loop calls the model itself",
+                "use private.train_on(batch) in the loop, or leave compile out",
+            )
         refuse_changes(self.model, self.optimizer, self.parameters)
         recording = Recording(
             self.model,
@@ -205,7 +222,9 @@ class Engine:
             keep_inputs=self.plan.clipping.measured_sites,
         )
         self._open.recording = recording
-        return recording.forward(args, kwargs, self._point())
+        with self._precision.during_forward():
+            output = recording.forward(args, kwargs, self._point())
+        return self._precision.outputs(output)
 
     def _require_one_gradient(self) -> None:
         ahead = self._chain.look_ahead(self.chain_state)
@@ -250,25 +269,38 @@ class Engine:
     def accumulate(self) -> bool:
         """Clip what the backward pass brought; True when the logical batch is whole."""
         batch, recording = self.require_backward()
+        return self._take(recording.layer_ios(), batch, self._scale())
+
+    def _take(self, ios: Sequence[LayerIO], batch: PhysicalBatch, scale: float) -> bool:
         part = clipped_sum(
-            recording.layer_ios(),
+            ios,
             self._rule(),
             self._clip_map(batch.step),
             parameters=self.parameters,
             present=batch.present,
             step=batch.step,
-            scale=self._scale() / self._loader.views,
+            scale=scale / self._loader.views,
             slots=self._loader.slots,
+            norms=self._norms,
         )
         return self._merge(part, batch)
 
+    def accumulate_compiled(
+        self, compiled: CompiledPass, batch: tuple[Any, Any]
+    ) -> bool:
+        """Pass over a batch by a program, and clip it as ``accumulate`` does."""
+        opened = self._unpassed()
+        device = next(iter(self.parameters.values())).device
+        ios, _ = compiled(
+            *moved(batch, device),
+            point=self._point(),
+            keep_inputs=self.plan.clipping.measured_sites,
+        )
+        return self._take(ios, opened, float(self.physical_batch_size))
+
     def accumulate_graphed(self, graphed: GraphedPass, batch: tuple[Any, Any]) -> bool:
         """Pass over a batch and clip it, in one launch; as ``accumulate`` otherwise."""
-        opened = self._open.batch
-        if opened is None:
-            raise LoopError(*_NO_BATCH)
-        refuse_changes(self.model, self.optimizer, self.parameters)
-        refuse_foreign_gradients(self.model, self.optimizer)
+        opened = self._unpassed()
         part = graphed(
             *batch,
             opened.present,
@@ -279,6 +311,34 @@ class Engine:
         )
         return self._merge(part, opened)
 
+    def _unpassed(self) -> PhysicalBatch:
+        """The open batch, for a pass that is made here and not by the loop."""
+        opened = self._open.batch
+        if opened is None:
+            raise LoopError(*_NO_BATCH)
+        refuse_changes(self.model, self.optimizer, self.parameters)
+        refuse_foreign_gradients(self.model, self.optimizer)
+        return opened
+
+    def compiled(
+        self,
+        loss: PerExampleLoss,
+        synthetic: Synthesiser | None = None,
+        backend: str = "inductor",
+    ) -> CompiledPass:
+        """The pass as a program, from now on the only way; see ``train.compiled``."""
+        self._compiled = CompiledPass(self._recorded(loss), synthetic, backend)
+        return self._compiled
+
+    def _recorded(self, loss: PerExampleLoss) -> RecordedPass:
+        return RecordedPass(
+            self.model,
+            self._coverage,
+            loss,
+            rows=self.physical_batch_size,
+            precision=self._precision,
+        )
+
     def graphed(
         self, loss: PerExampleLoss, capture: Capture | None = None
     ) -> GraphedPass:
@@ -288,12 +348,12 @@ class Engine:
         """
         self._back = BackMap(self._back.kind, GraphedReadOut(capture))
         return GraphedPass(
+            self._compiled or self._recorded(loss),
             self.model,
             self._coverage,
-            loss,
-            rows=self.physical_batch_size,
             slots=self._loader.slots,
             views=self._loader.views,
+            norms=self._norms,
             capture=capture,
         )
 

@@ -30,7 +30,10 @@ from curvedp.barrier import ClippedSum
 from curvedp.clipping import ClippingRule, clipped_sum, own_copy
 from curvedp.cuda import fill, own_values, record
 from curvedp.errors import ConfigurationError
-from curvedp.layers import Coverage, PerExampleLoss, Recording, as_call
+from curvedp.layers import Coverage
+from curvedp.layers.precision import NormPrecision
+from curvedp.train.compiled import CompiledPass
+from curvedp.train.passes import RecordedPass
 from curvedp.update import mapped_back
 from curvedp.whitening import Whitener
 
@@ -62,12 +65,12 @@ class GraphedPass:
     """From a physical batch to its clipped sum, recorded and replayed.
 
     Args:
+        recorded: the pass up to the layers' values, eager or compiled.
         model: the user's model, on a CUDA device.
         coverage: its verified sites.
-        loss: per-example loss.
-        rows: of every physical batch.
         slots: rows of one unit.
         views: of an example, whose mean gradient is clipped.
+        norms: precision of the norms.
         capture: how a pass is recorded; its slow twin runs the pass again.
 
     Attributes:
@@ -76,21 +79,21 @@ class GraphedPass:
 
     def __init__(
         self,
+        recorded: RecordedPass | CompiledPass,
         model: nn.Module,
         coverage: Coverage,
-        loss: PerExampleLoss,
         *,
-        rows: int,
         slots: int = 1,
         views: int = 1,
+        norms: NormPrecision = NormPrecision.WIDE,
         capture: Capture | None = None,
     ) -> None:
+        self._recorded = recorded
         self._model = model
         self._coverage = coverage
-        self._loss = loss
-        self._rows = rows
         self._slots = slots
         self._views = views
+        self._norms = norms
         self._capture = capture or CudaCapture()
         self._graphs: dict[Hashable, tuple[list[Any], Pass]] = {}
         self._whitener: Whitener | None = None
@@ -141,28 +144,22 @@ class GraphedPass:
         parameters = {name: named[name] for name in self._coverage.parameters}
 
         def work() -> tuple[ClippedSum, Tensor]:
-            recording = Recording(
-                self._model,
-                self._coverage.covered,
-                self._rows,
-                keep_inputs=rule.measured_sites,
+            ios, loss = self._recorded(
+                inputs, targets, point=point, keep_inputs=rule.measured_sites
             )
-            args, kwargs = as_call(inputs)
-            output = recording.forward(args, kwargs, point)
-            loss = self._loss(output, targets).mean()
-            torch.autograd.backward(loss)
             part = clipped_sum(
-                recording.layer_ios(),
+                ios,
                 rule,
                 whitener,
                 parameters=parameters,
                 present=present,
                 step=0,
-                scale=self._rows / self._views,
+                scale=self._recorded.rows / self._views,
                 slots=self._slots,
                 branch_free=True,
+                norms=self._norms,
             )
-            return part, loss.detach()
+            return part, loss
 
         return places, self._capture(work, device)
 

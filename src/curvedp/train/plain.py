@@ -39,7 +39,9 @@ def fit_without_privacy(
                 seed_step(batch.step)
             inputs, targets = moved(tuple(batch.data), device)
             args, kwargs = as_call(inputs)
-            losses = trainer.loss(model(*args, **kwargs), targets)
+            with trainer.forward_precision.during_forward():
+                output = model(*args, **kwargs)
+            losses = trainer.loss(trainer.forward_precision.outputs(output), targets)
             present = batch.present.to(device)
             loss = torch.where(present, losses, torch.zeros_like(losses)).sum()
             torch.autograd.backward(loss / divisor)

@@ -42,6 +42,7 @@ from curvedp.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from curvedp.train.compiled import CompiledPass
 from curvedp.train.datasets import moved
 from curvedp.train.engine import Engine
 from curvedp.train.explained import StepPlan
@@ -74,7 +75,7 @@ class Private:
         loss: PerExampleLoss | None,
         loss_reduction: str | None = None,
         run_dir: Path | None = None,
-        graphed: GraphedPass | None = None,
+        passed: GraphedPass | CompiledPass | None = None,
         synthetic: Synthesiser | None = None,
     ) -> None:
         if loss is not None and loss_reduction is not None:
@@ -93,7 +94,7 @@ class Private:
         self._loss_used = False
         self._reduction = loss_reduction or "mean"
         self._run_dir = run_dir
-        self._graphed = graphed
+        self._passed = passed
         self._synthetic = synthetic
         self.plan: Plan = engine.plan
         self.model = PrivateModel(engine)
@@ -116,9 +117,9 @@ class Private:
     def train_on(self, batch: Any) -> Tensor:
         """All that a loop does with a batch of the loader, in one call.
 
-        Forward pass, ``loss``, backward pass and ``optimizer.step()``: as one CUDA
-        graph if :func:`curvedp.make_private` was given ``cuda_graph=True``. Needs
-        ``loss``.
+        Forward pass, ``loss``, backward pass and ``optimizer.step()``: compiled or as
+        one CUDA graph if :func:`curvedp.make_private` was given ``compile=True`` or
+        ``cuda_graph=True``. Needs ``loss``.
 
         Args:
             batch: a pair (inputs, targets), on any device.
@@ -131,12 +132,15 @@ class Private:
                 "private.model is in eval mode", "call private.model.train() before"
             )
         self.optimizer.zero_grad()
-        graphed = self._graphed
-        if graphed is not None:
-            accumulate = partial(self._engine.accumulate_graphed, graphed, batch)
+        passed = self._passed
+        if passed is not None:
+            if isinstance(passed, GraphedPass):
+                accumulate = partial(self._engine.accumulate_graphed, passed, batch)
+            else:
+                accumulate = partial(self._engine.accumulate_compiled, passed, batch)
             self.optimizer.advance(accumulate)
-            assert graphed.loss is not None
-            return graphed.loss
+            assert passed.loss is not None
+            return passed.loss
         device = next(self.model.parameters()).device
         inputs, targets = moved(tuple(batch), device)
         args, kwargs = as_call(inputs)

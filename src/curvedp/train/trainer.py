@@ -33,6 +33,7 @@ from curvedp.train.explained import StepPlan
 from curvedp.train.fitting import AUTO
 from curvedp.train.losses import per_example_loss
 from curvedp.train.observers import EarlyStopping, Progress
+from curvedp.train.passes import ForwardPrecision
 from curvedp.train.plain import fit_without_privacy
 from curvedp.train.private import Private
 from curvedp.train.settings import PrivacySettings
@@ -95,6 +96,9 @@ class Trainer:
             :func:`curvedp.make_private`.
         labels: label rule of the probes, where the loss does not say it.
         cuda_graph: make each pass one CUDA graph; see :func:`curvedp.make_private`.
+        compile: compile each pass; see :func:`curvedp.make_private`.
+        precision: "bf16" for bfloat16 autocast; see :func:`curvedp.make_private`.
+        norm_precision: of the norms; see :func:`curvedp.make_private`.
         **settings: privacy settings, as for :func:`curvedp.make_private`.
     """
 
@@ -122,6 +126,9 @@ class Trainer:
         probes: Probe | None = None,
         labels: LabelRule | None = None,
         cuda_graph: bool = False,
+        compile: bool = False,
+        precision: str | None = None,
+        norm_precision: str | None = None,
         **settings: Any,
     ) -> None:
         names = ["mode", *get_recipe(recipe).setting_names()]
@@ -147,7 +154,9 @@ class Trainer:
         self._slots = examples_per_person
         self._augment, self._views = augment, views
         self._loader_options = loader_options
-        self._cuda_graph = cuda_graph
+        self._cuda_graph, self._compile = cuda_graph, compile
+        self.forward_precision = ForwardPrecision(precision, model)
+        self._precision, self._norm_precision = precision, norm_precision
         self._stop = False
 
     def request_stop(self) -> None:
@@ -251,6 +260,9 @@ class Trainer:
             views=self._views,
             loader_options=self._loader_options,
             cuda_graph=self._cuda_graph,
+            compile=self._compile,
+            precision=self._precision,
+            norm_precision=self._norm_precision,
             **self._given,
         )
 

@@ -9,7 +9,8 @@ Kronecker map is ``P g = s L g R`` with roots ``L [r, r]`` of the output gradien
   where that is cheaper (a root of T rows instead of r or p), otherwise after.
 
 All of it happens in float64 where the device is not much slower at that. Elsewhere the
-norm is raised by what float32 and the root's condition can hide.
+norm is raised by what float32 can hide, ``e ||P|| S`` with e from lemma 4 of
+:mod:`curvedp.layers.rounding`.
 
 The clipped sum is added up before it is mapped, and a map may stretch its rounding more
 than the gradient, which may lie where the map shrinks most. An example's rounding is at
@@ -21,6 +22,7 @@ more than that, by its condition, is added up in float64 where norms are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,10 +42,18 @@ from curvedp.layers.precision import (
     norm_dtype,
     square_dtype,
 )
+from curvedp.layers.rounding import gamma, lost, product, unit
 from curvedp.layers.widened import widened
 from curvedp.whitening import thin
 from curvedp.whitening.costs import inputs_first, outputs_first
-from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, LowRankRoot, Root
+from curvedp.whitening.roots import (
+    DiagonalRoot,
+    FullRoot,
+    IdentityRoot,
+    LowRankRoot,
+    ProductRoot,
+    Root,
+)
 
 __all__ = [
     "DenseMap",
@@ -247,8 +257,8 @@ class KroneckerMap(DenseMap):
     scale: float = 1.0
 
     def sq_norms(self, io: LayerIO) -> Tensor:
-        squares = self._sq_norms(io) * self.scale**2
-        return squares * _inexact(io, self.left, self.right)
+        # a hair for the roundings of float64
+        return self._sq_norms(io) * (self.scale**2 * (1 + 2.0**-30))
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
         wide = norm_dtype(like(io))
@@ -275,6 +285,7 @@ class KroneckerMap(DenseMap):
             m = self.matrix(part)
             rounding = 8 * self._sum_rounding(io)
             m = m.to(norm_dtype(m))
+            rounding += self._map_rounding(m.dtype)
             error = largest * rounding * _sq_norms(m).sum(1).sqrt()
             found.append(raised(self._of_gradients(m), error))
         return torch.cat(found)
@@ -296,8 +307,19 @@ class KroneckerMap(DenseMap):
             spread = (_sq_norms(a) * _sq_norms(d)).sum(1)
             squares = self._of_pairs(io, a, d, method)
         rounding = (a.shape[2] + 8) * self._sum_rounding(io)
+        if dtype is not torch.float64:
+            rounding += self._map_rounding(dtype)
+            if a.shape[2] > 1:
+                rounding += gamma(a.shape[2] + 8, unit(a)) + lost(a, d)
         error = self.left.largest * self.right.largest * rounding * spread.sqrt()
         return raised(squares, error)
+
+    def _map_rounding(self, dtype: torch.dtype) -> float:
+        """Of the mapped rows, relative to ``||L|| ||R||`` and their own length."""
+        if dtype is torch.float64:
+            return 0.0  # covered by a hair
+        u = ROUNDING[dtype]
+        return map_rounding(self.left, u) + map_rounding(self.right, u)
 
     def _of_pairs(
         self, io: DenseIO, a: Tensor, d: Tensor, method: NormMethod
@@ -313,7 +335,7 @@ class KroneckerMap(DenseMap):
         early_d = outputs_first(shape, self.left)
         a = self.right.times(a) if early_a else a
         d = self.left.times(d) if early_d else d
-        g = d.mT @ a
+        g = product(d.mT, a)
         if early_a:
             return (_sq_norms(g) if early_d else self.left.sq_norms(g.mT)).sum(1)
         return self._of_gradients(g, left=not early_d)
@@ -331,7 +353,8 @@ class KroneckerMap(DenseMap):
         rows = self.left.values.to(d.device, d.dtype)[ids].unsqueeze(-1)
         mapped = self.right.times((d * rows).unsqueeze(1)).squeeze(1)
         squares = replace(io, calls=[(ids, mapped)], padding=None).sq_norms()
-        error = (ids.shape[1] + 8) * ROUNDING[d.dtype] * io.spread()[0]
+        rounding = (ids.shape[1] + 8) * ROUNDING[d.dtype] + self._map_rounding(d.dtype)
+        error = rounding * io.spread()[0]
         return raised(squares, self.left.largest * self.right.largest * error)
 
     def _map(self, m: Tensor) -> Tensor:
@@ -389,15 +412,17 @@ def raised(squares: Tensor, error: Tensor) -> Tensor:
     return (squares.sqrt() + error).square()
 
 
-def _inexact(io: LayerIO, *roots: Root) -> float:
-    """Factor on a squared norm for rounding in the roots; nothing in float64."""
-    dtype = norm_dtype(like(io))
-    if dtype is torch.float64:
-        return 1 + 2.0**-30
-    condition = 1.0
-    for root in roots:
-        condition *= root.condition
-    return (1 + 64 * ROUNDING[dtype] * condition) ** 2
+def map_rounding(root: Root, u: float) -> float:
+    """``||fl(x R) - x R|| / (||R|| ||x||)`` at most, by lemma 4 of layers.rounding."""
+    if isinstance(root, IdentityRoot):
+        return 0.0
+    if isinstance(root, ProductRoot):
+        own = map_rounding(root.channel, u) + map_rounding(root.spatial, u)
+        return 1.01 * own + 8 * u
+    if isinstance(root, LowRankRoot | FullRoot):
+        n, k = root.vectors.shape[-2:]
+        return 1.01 * gamma(n + k + 16, u) * math.sqrt(k)
+    return 8 * u
 
 
 def like(io: LayerIO) -> Tensor:

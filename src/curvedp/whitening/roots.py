@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from curvedp.layers.precision import ROUNDING
+from curvedp.layers.rounding import sq_length
 
 __all__ = [
     "DiagonalRoot",
@@ -79,7 +80,7 @@ class IdentityRoot:
         return x
 
     def sq_norms(self, x: Tensor) -> Tensor:
-        return _sq(x)
+        return sq_length(x)
 
     def square_diagonal(self, like: Tensor, *, inverse: bool = False) -> Tensor:
         return torch.ones(1, like.shape[-1], dtype=torch.float64, device=like.device)
@@ -115,7 +116,7 @@ class FullRoot:
         return rows_by(x, self._inverse.to(x.dtype))
 
     def sq_norms(self, x: Tensor) -> Tensor:
-        return _sq(self.times(x))
+        return sq_length(self.times(x))
 
     def square_diagonal(self, like: Tensor, *, inverse: bool = False) -> Tensor:
         squares = self.values.square()
@@ -163,12 +164,12 @@ class LowRankRoot:
 
     def sq_norms(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float64:
-            return _sq(self.times(x))
+            return sq_length(self.times(x))
         # sum of v^2 (x q)^2, and t^2 for what is left of x. The latter is a difference
         # of squares, off by at most n + k round-offs of ||x||^2, which is added.
         inside = rows_by(x, self.vectors).square()
         squares = (inside * self.values.square().unsqueeze(-2)).sum((-2, -1))
-        whole = _sq(x)
+        whole = sq_length(x)
         count = 8 * (self.vectors.shape[-2] + self.vectors.shape[-1] + x.shape[-2])
         left = (whole - inside.sum((-2, -1))).clamp_min(0)
         hidden = count * ROUNDING[torch.float64] * whole
@@ -227,7 +228,7 @@ class DiagonalRoot:
         return x / self.values.to(x.dtype)
 
     def sq_norms(self, x: Tensor) -> Tensor:
-        return _sq(self.times(x))
+        return sq_length(self.times(x))
 
     def square_diagonal(self, like: Tensor, *, inverse: bool = False) -> Tensor:
         squares = self.values.double().square().unsqueeze(0)
@@ -271,7 +272,7 @@ class ProductRoot:
         return self._map(x, channel, spatial, inverse=True)
 
     def sq_norms(self, x: Tensor) -> Tensor:
-        return _sq(self.times(x))
+        return sq_length(self.times(x))
 
     def square_diagonal(self, like: Tensor, *, inverse: bool = False) -> Tensor:
         width = like.shape[-1] - (self.bias is not None)
@@ -340,8 +341,3 @@ def rows_by(x: Tensor, m: Tensor) -> Tensor:
 def _spread_out(vectors: Tensor, values: Tensor) -> Tensor:
     """Diagonal of ``Q diag(values) Q^T``, ``[G, n]``."""
     return (vectors.square() @ values.unsqueeze(-1)).squeeze(-1)
-
-
-def _sq(x: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
-    return norms.double().square()

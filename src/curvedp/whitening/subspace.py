@@ -33,7 +33,8 @@ from curvedp.curvature import Factors, SketchFactor
 from curvedp.curvature.sketch import orthonormal
 from curvedp.errors import ConfigurationError
 from curvedp.layers.io import CHUNK_ELEMENTS, LayerIO
-from curvedp.layers.precision import ROUNDING, norm_dtype, square_dtype
+from curvedp.layers.precision import ROUNDING, square_dtype
+from curvedp.layers.rounding import gamma
 from curvedp.layers.widened import widened
 from curvedp.whitening.base import Part
 from curvedp.whitening.layerwise import LayerwiseWhitener
@@ -69,13 +70,14 @@ class SubspaceMap:
         limit = CHUNK_ELEMENTS.get(one.device.type, CHUNK_ELEMENTS["cpu"])
         size = max(1, limit // max(1, self.basis.shape[0]))
         parts = [
-            self._sq_norms(io.take(slice(start, start + size)), norm_dtype(one))
+            self._sq_norms(io.take(slice(start, start + size)), square_dtype(one))
             for start in range(0, io.batch_size, size)
         ]
         return torch.cat(parts)
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
-        return norm_dtype(like(io))
+        # a basis as long as the layer has parameters: float32 would hide too much
+        return square_dtype(like(io))
 
     def _sq_norms(self, io: LayerIO, dtype: torch.dtype) -> Tensor:
         wide = widened(io, dtype)
@@ -86,7 +88,9 @@ class SubspaceMap:
         if self.outside:  # a vector of its own, never a difference of two squares
             squares = squares + self.outside**2 * _sq(rows - embedded @ basis.mT)
         spread, rounding = wide.spread()
-        error = 2 * rounding + 4 * sum(basis.shape) * ROUNDING[dtype]
+        # lemma 4 of layers.rounding: Q is wide, and |Q| may be sqrt(k) long
+        count = 4 * sum(basis.shape) * math.sqrt(max(1, basis.shape[1]))
+        error = 2 * rounding + gamma(math.ceil(count), ROUNDING[dtype])
         return raised(squares, max(self.inside, self.outside) * error * spread)
 
     def _rows(self, gradients: Values, size: int) -> Tensor:

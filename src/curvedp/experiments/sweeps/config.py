@@ -27,7 +27,9 @@ __all__ = ["KIND", "SAMPLERS", "SweepConfig", "is_sweep"]
 KIND, VERSION = "curvedp-sweep", 1
 SAMPLERS = ("tpe", "random")
 #: Settings of a run that may differ between the workers of one sweep.
-_OF_THE_MACHINE = ("device", "cuda_graph", "physical_batch_size", "checkpoint_every")
+_OF_THE_MACHINE = (
+    "device", "cuda_graph", "compile", "physical_batch_size", "checkpoint_every"
+)  # fmt: skip
 _PATHS = ("data", "public_data", "validation_data")
 
 

@@ -1,0 +1,141 @@
+r"""A pass over a physical batch: forward, loss, backward; what is left are ``LayerIO``.
+
+In which precision the model computes is said here. ``precision="bf16"`` runs its
+forward pass under torch's bfloat16 autocast: products and convolutions in bfloat16,
+what needs more digits (softmax, norms of layers) in float32. The backward pass follows.
+Outputs are float32 again before the loss sees them.
+
+The clip bound does not rest on any of that. Inputs ``a`` and output gradients ``d`` are
+rounded to bfloat16 when they are captured, and *these* rounded values have the norms
+that are measured and the sum that is released: both are computed from the same tensors,
+in float32 or float64 (:mod:`curvedp.layers.precision`). What an example contributes
+after clipping is at most C, whatever rounding made of its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from curvedp.errors import ConfigurationError
+from curvedp.layers import Coverage, LayerIO, PerExampleLoss, Recording, as_call
+from curvedp.layers.precision import NormPrecision
+
+__all__ = ["PRECISIONS", "ForwardPrecision", "RecordedPass", "chosen_norms"]
+
+#: Dtypes that a forward pass can be run in, whatever the model's own is.
+PRECISIONS = {"bf16": torch.bfloat16}
+
+
+class ForwardPrecision:
+    """In which precision a model's forward pass is computed.
+
+    Args:
+        name: "bf16", or None for the model's own.
+        model: whose parameters stay what they are.
+    """
+
+    def __init__(self, name: str | None, model: nn.Module) -> None:
+        if name is not None and name not in PRECISIONS:
+            raise ConfigurationError(
+                f"precision must be one of {', '.join(PRECISIONS)}, not {name!r}",
+                "leave it out for the model's own precision",
+            )
+        found = {p.dtype for p in model.parameters()}
+        if name is not None and torch.float64 in found:
+            raise ConfigurationError(
+                f"precision={name!r} is for float32 models, and autocast leaves "
+                "float64 parameters as they are",
+                "call model.float() before, or leave precision out",
+            )
+        self._dtype = None if name is None else PRECISIONS[name]
+        self._device = next(model.parameters()).device.type
+
+    @contextmanager
+    def during_forward(self) -> Iterator[None]:
+        """Around the forward pass of the model."""
+        if self._dtype is None:
+            yield
+            return
+        # weights differ at every step, and a cache of casts would outlive a recording
+        with torch.autocast(self._device, self._dtype, cache_enabled=False):
+            yield
+
+    def outputs(self, output: Any) -> Any:
+        """Outputs as the loss sees them: float32 where autocast made them shorter."""
+        if self._dtype is None:
+            return output
+        return tree_map(self._widened, output)
+
+    def _widened(self, x: Any) -> Any:
+        return x.float() if isinstance(x, Tensor) and x.dtype == self._dtype else x
+
+
+def chosen_norms(name: str | None) -> NormPrecision:
+    """How precisely norms are computed, by name; None for the device's best."""
+    try:
+        return NormPrecision.WIDE if name is None else NormPrecision(name)
+    except ValueError:
+        names = ", ".join(precision.value for precision in NormPrecision)
+        raise ConfigurationError(
+            f"norm_precision must be one of {names}, not {name!r}",
+            "leave it out for float64 where the device is not much slower at that",
+        ) from None
+
+
+class RecordedPass:
+    """From a batch to what its layers saw of it.
+
+    Args:
+        model: the user's model.
+        coverage: its verified sites.
+        loss: per-example loss.
+        rows: of every physical batch.
+        precision: of the forward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        coverage: Coverage,
+        loss: PerExampleLoss,
+        *,
+        rows: int,
+        precision: ForwardPrecision | None = None,
+    ) -> None:
+        self.model = model
+        self.rows = rows
+        self._coverage = coverage
+        self._loss = loss
+        self.precision = precision or ForwardPrecision(None, model)
+
+    def __call__(
+        self,
+        inputs: Any,
+        targets: Any,
+        *,
+        point: Mapping[str, Tensor] | None = None,
+        keep_inputs: Collection[str] = (),
+    ) -> tuple[list[LayerIO], Tensor]:
+        """A LayerIO for each layer, of the mean loss, and that loss. All private.
+
+        Args:
+            inputs: of the model, on its device.
+            targets: of the loss, likewise.
+            point: where gradients are taken, if not at the parameters.
+            keep_inputs: sites whose inputs are asked for besides gradients.
+        """
+        recording = Recording(
+            self.model, self._coverage.covered, self.rows, keep_inputs=keep_inputs
+        )
+        args, kwargs = as_call(inputs)
+        with self.precision.during_forward():
+            output = recording.forward(args, kwargs, point)
+        loss = self._loss(self.precision.outputs(output), targets).mean()
+        torch.autograd.backward(loss)
+        return recording.layer_ios(), loss.detach()
