@@ -1,0 +1,184 @@
+"""From scores to bounds: from which score on the attacker says yes, and what it proves.
+
+A score says how much a run looks as if the canary was in it. The threshold between yes
+and no must not be chosen on the runs that it is judged by. So the first quarter of the
+scores chooses it, and the rest gives the counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import norm
+
+from curvedp.auditing.bounds import (
+    CONFIDENCE,
+    Claim,
+    Rates,
+    epsilon_at,
+    fitted_epsilon,
+    mu_at,
+)
+from curvedp.errors import ConfigurationError
+
+__all__ = ["Evidence", "Proof", "judge", "likelihood_ratio"]
+
+#: Share of the scores that chooses the threshold, and how many of them are tried.
+_CHOOSING, _THRESHOLDS = 0.25, 200
+#: Scores of each kind without which there is nothing to choose a threshold by.
+_LEAST_SCORES = 8
+
+Array = npt.NDArray[np.float64]
+Scores = Sequence[float] | Array
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A lower bound on epsilon and the counts behind it.
+
+    Attributes:
+        epsilon: the bound.
+        threshold: scores above it were called "with the canary".
+        rates: counts of the verdicts.
+    """
+
+    epsilon: float
+    threshold: float
+    rates: Rates
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the scores of many runs prove.
+
+    Attributes:
+        clopper_pearson: supposes nothing about the mechanism.
+        fitted: supposes the claimed mechanism with noise of unknown strength.
+        confidence: of both together: each has half of the error.
+    """
+
+    clopper_pearson: Proof
+    fitted: Proof
+    confidence: float
+
+    @property
+    def best(self) -> Proof:
+        """The one that proves more."""
+        return max(self.clopper_pearson, self.fitted, key=lambda proof: proof.epsilon)
+
+
+def judge(
+    with_canary: Scores,
+    without: Scores,
+    claim: Claim,
+    *,
+    confidence: float = CONFIDENCE,
+    threshold: float | None = None,
+) -> Evidence:
+    """Lower bounds on epsilon from independent runs with and without a canary.
+
+    Args:
+        with_canary: scores of the runs with it.
+        without: scores of the runs without it.
+        claim: what is promised.
+        confidence: that neither of the bounds is too large.
+        threshold: if one was chosen without these scores; then all of them count.
+
+    Raises:
+        ConfigurationError: there are too few scores, or one of them is not a number.
+    """
+    inside, outside = (np.asarray(s, dtype=np.float64) for s in (with_canary, without))
+    if not (np.isfinite(inside).all() and np.isfinite(outside).all()):
+        raise ConfigurationError(
+            "a score is not a finite number", "look at the canaries and at the loss"
+        )
+    if min(len(inside), len(outside)) < _LEAST_SCORES:
+        raise ConfigurationError(
+            f"{len(inside)} runs with the canary and {len(outside)} without it",
+            f"make at least {_LEAST_SCORES} of each; some hundreds say more",
+        )
+    each = 1 - (1 - confidence) / 2
+    if threshold is not None:
+        thresholds = (threshold, threshold)
+    else:
+        first_in, first_out = (
+            math.ceil(_CHOOSING * len(scores)) for scores in (inside, outside)
+        )
+        chosen = inside[:first_in], outside[:first_out]
+        inside, outside = inside[first_in:], outside[first_out:]
+        sizes = len(inside), len(outside)
+        thresholds = (
+            _choose(*chosen, sizes, lambda rates: epsilon_at(rates, claim.delta, each)),
+            _choose(*chosen, sizes, lambda rates: mu_at(rates, each)),
+        )
+    free, fitted = (_rates(inside, outside, t) for t in thresholds)
+    return Evidence(
+        Proof(epsilon_at(free, claim.delta, each), thresholds[0], free),
+        Proof(fitted_epsilon(fitted, claim, each), thresholds[1], fitted),
+        confidence,
+    )
+
+
+def _rates(inside: Array, outside: Array, threshold: float) -> Rates:
+    return Rates(
+        int((inside > threshold).sum()),
+        len(inside),
+        int((outside > threshold).sum()),
+        len(outside),
+    )
+
+
+def _choose(
+    inside: Array,
+    outside: Array,
+    sizes: tuple[int, int],
+    worth: Callable[[Rates], float],
+) -> float:
+    """The threshold with the largest bound to be expected of as many runs as follow.
+
+    The scores stand for normal laws: their own few tails would make the choice a
+    matter of luck. A wrong law costs power, never truth.
+    """
+    both = np.concatenate([inside, outside])
+    laws = [
+        norm(float(x.mean()), max(float(x.std()), 1e-12)) for x in (inside, outside)
+    ]
+
+    def expected(threshold: float) -> float:
+        shares = [float(law.sf(threshold)) for law in laws]
+        counts = [round(p * n) for p, n in zip(shares, sizes, strict=True)]
+        return worth(Rates(counts[0], sizes[0], counts[1], sizes[1]))
+
+    tried = np.linspace(both.min(), both.max(), _THRESHOLDS)
+    return max((float(t) for t in tried), key=expected)
+
+
+def likelihood_ratio(
+    projection: npt.NDArray[np.float64],
+    sq_norm: npt.NDArray[np.float64],
+    variance: float,
+    sample_rate: float,
+) -> npt.NDArray[np.float64]:
+    r"""How much likelier a release is with a canary, in logarithms; exact for a step.
+
+    With ``r`` what is left of the release without the others, ``v`` the canary's
+    clipped gradient and noise of variance ``t`` in every coordinate,
+
+        ``log(1 - q + q exp((<r, v> - ||v||^2 / 2) / t))``.
+
+    No test of one step beats it (Neyman and Pearson), and over the steps it adds up.
+
+    Args:
+        projection: ``<r, v>``.
+        sq_norm: ``||v||^2``.
+        variance: t.
+        sample_rate: q, of the claim.
+    """
+    shift = (projection - sq_norm / 2) / variance
+    if sample_rate == 1:
+        return shift
+    return np.logaddexp(math.log1p(-sample_rate), math.log(sample_rate) + shift)
