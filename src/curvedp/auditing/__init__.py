@@ -20,6 +20,7 @@ from curvedp.auditing.evidence import Evidence, Proof, judge
 from curvedp.auditing.one_run import Guesses, guess, one_run_epsilon, one_run_p_value
 from curvedp.auditing.plots import plot_audits
 from curvedp.auditing.result import AuditResult
+from curvedp.auditing.step import StepAudit, audit_step
 from curvedp.auditing.worst_case import audit_all, audit_worst_case
 
 __all__ = [
@@ -30,8 +31,10 @@ __all__ = [
     "Guesses",
     "Proof",
     "Rates",
+    "StepAudit",
     "audit",
     "audit_all",
+    "audit_step",
     "audit_worst_case",
     "clopper_pearson",
     "epsilon_at",

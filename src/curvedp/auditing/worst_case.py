@@ -103,6 +103,8 @@ def audit_worst_case(
     options: dict[str, Any] = {"physical_batch_size": canaries}
     if own.pretraining is not None:
         options["probes"] = case.public()
+        # one that is learnt before the first step has no gradient left
+        settings.setdefault("pretrain_learning_rate", SLOWER * SLOWER)
     return audit(
         case.model(),
         "cross-entropy",
