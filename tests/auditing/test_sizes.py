@@ -128,11 +128,12 @@ def test_opacus_tells_the_number_of_examples(setting):
     assert bound(opacus_run, *setting) >= 3 > claim()
 
 
+LARGE = pytest.param((50_000, 500, 100_000, 100), marks=pytest.mark.slow)
 #: One part in 10, so that few runs are enough to see it if it is there.
-SMALL = (1000, 10, 400, 20)
+SMALL = (1000, 10, 400, 12)
 
 
-@pytest.mark.parametrize("setting", [SMALL, FULL])
+@pytest.mark.parametrize("setting", [SMALL, LARGE])
 def test_curvedp_does_not(setting):
     assert bound(curvedp_run, *setting) <= claim()
 

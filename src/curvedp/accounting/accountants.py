@@ -133,9 +133,10 @@ class PLDAccountant:
         composed = _composed_pld(total, relation, self.discretization)
         if composed is None:
             return [1.0 for _ in epsilons]
-        found = composed.get_delta_for_epsilon(list(epsilons))
+        # one by one: upstream goes through the grid in Python for a list
+        found = (float(composed.get_delta_for_epsilon(e)) for e in epsilons)
         margin = _rounding(total)
-        return [min(1.0, max(0.0, float(delta) + margin)) for delta in found]
+        return [min(1.0, max(0.0, delta + margin)) for delta in found]
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def audit(
         n: settings.pop(n) for n in ["mode", *chosen.setting_names()] if n in settings
     }
     chosen = chosen.configure(**own)
-    _check(chosen, method, score, runs)
+    _check(chosen, method, score, runs, confidence)
     source = TrainingData.of(dataset, collate_fn)
     plan = PrivacySettings.of(settings).plan(chosen, source.size)
     if not isinstance(canaries, Canaries):
@@ -248,7 +248,9 @@ def _canaries(
     return synthetic_canaries(source, model, wanted, generator, replaced=replaced)
 
 
-def _check(recipe: Recipe, method: str, score: str, runs: int | None) -> None:
+def _check(
+    recipe: Recipe, method: str, score: str, runs: int | None, confidence: float
+) -> None:
     if not recipe.private or recipe.oracle:
         raise NotPrivateError(
             f"the recipe {recipe.name!r} claims no epsilon with these settings",
@@ -259,6 +261,10 @@ def _check(recipe: Recipe, method: str, score: str, runs: int | None) -> None:
             raise ConfigurationError(
                 f"unknown {what} {value!r}", f"choose one of: {', '.join(known)}"
             )
+    if not 0 < confidence < 1:
+        raise ConfigurationError(
+            f"confidence is {confidence!r}", "it is between 0 and 1, such as 0.95"
+        )
     if runs is not None and runs < 1:
         raise ConfigurationError(f"runs is {runs}", "make at least one")
     if method == "one-run" and runs not in (None, 1):
