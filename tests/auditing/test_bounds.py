@@ -21,7 +21,7 @@ from curvedp.auditing import (
     one_run_epsilon,
     one_run_p_value,
 )
-from curvedp.auditing.evidence import likelihood_ratio
+from curvedp.auditing.evidence import disentangled_ratio, likelihood_ratio
 from curvedp.barrier import Relation
 from curvedp.errors import ConfigurationError
 
@@ -167,6 +167,28 @@ def test_the_likelihood_ratio_is_that_of_the_densities():
     )
 
 
+def test_overlapping_canaries_are_told_apart_by_the_definition():
+    """Against the covariance of the others written out, one canary at a time."""
+    generator, q, t = np.random.default_rng(4), 0.3, 0.7
+    v = generator.normal(size=(5, 8))
+    v[1] = v[0] + 0.1 * v[1]
+    r = generator.normal(size=8)
+    found = disentangled_ratio(v @ r, v @ v.T, t, q)
+    for i in range(5):
+        others = np.delete(v, i, 0)
+        inverse = np.linalg.inv(t * np.eye(8) + q / 2 * (1 - q / 2) * others.T @ others)
+        rest = r - q / 2 * others.sum(0)
+        shift = v[i] @ inverse @ (rest - v[i] / 2)
+        assert found[i] == pytest.approx(np.log(1 - q + q * np.exp(shift)))
+
+
+def test_canaries_that_do_not_overlap_are_told_apart_as_if_alone():
+    v, r = np.diag([1.0, 2.0, 3.0]), np.array([0.3, -1.0, 2.0])
+    together = disentangled_ratio(v @ r, v @ v.T, 0.5, 0.4)
+    alone = likelihood_ratio(v @ r, np.array([1.0, 4.0, 9.0]), 0.5, 0.4)
+    assert together == pytest.approx(alone)
+
+
 def test_the_threshold_is_not_chosen_on_the_runs_it_is_judged_by():
     """Equal scores in both worlds: the best threshold in hindsight proves nothing."""
     generator, claim = np.random.default_rng(5), claim_of(1.0, 1.0, 1)
@@ -229,7 +251,7 @@ def test_sure_guesses_prove_more_than_many():
     generator = np.random.default_rng(2)
     coins = generator.random(1000) < 0.5
     scores = generator.normal(size=1000)
-    scores[:60] += np.where(coins[:60], 100, -100)
+    scores[:150] += np.where(coins[:150], 100, -100)
     found = guess(scores, coins, 1e-6)
     assert found.made < 200
     assert found.epsilon > 1.0 > one_run_epsilon(1000, 1000, 530, 1e-6)

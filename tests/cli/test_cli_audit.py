@@ -6,7 +6,7 @@ from tests.auditing import planted
 
 RUN = (
     "audit", "--data", "digits", "--model", "logreg", "--epochs", "1",
-    "--batch-size", "256", "--canaries", "60", "--seed", "1",
+    "--batch-size", "256", "--canaries", "120", "--seed", "1",
     "--unsafe-reproducible-noise", "1",
 )  # fmt: skip
 
@@ -15,7 +15,7 @@ def test_json_and_a_picture(call):
     done = call(*RUN, "--epsilon", "4", "--json", "--plot", "audit.png")
     found = json.loads(done.stdout)
     assert found["holds"] and found["epsilon_lower"] <= found["epsilon_claimed"] <= 4
-    assert (found["canaries"], found["steps"], found["method"]) == (60, 5, "one-run")
+    assert (found["canaries"], found["steps"], found["method"]) == (120, 5, "one-run")
     with open("audit.png", "rb") as file:
         assert file.read(4) == b"\x89PNG"
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from scipy.optimize import brentq
 from scipy.special import betaincinv, log_ndtr, ndtr, ndtri
@@ -47,6 +48,7 @@ __all__ = [
     "epsilon_at",
     "epsilon_of_mu",
     "fitted_epsilon",
+    "fitted_worth",
     "mu_at",
 ]
 
@@ -58,6 +60,8 @@ _EPSILONS = [0.1 * k for k in range(20)] + [2 + 0.25 * k for k in range(41)]
 #: The noise is looked for between these multiples of the claimed one.
 _LEAST_NOISE, _MOST_NOISE = 1 / 8, 256.0
 _BISECTIONS = 7
+#: Multiples by which thresholds are compared.
+_COARSE = [2 ** (k / 2) for k in range(-2, 5)]
 
 
 def clopper_pearson(successes: int, trials: int, error: float) -> tuple[float, float]:
@@ -214,14 +218,26 @@ def fitted_epsilon(rates: Rates, claim: Claim, confidence: float = CONFIDENCE) -
     return claim.epsilon_with(claim.noise_multiplier * factor)
 
 
+def fitted_worth(rates: Rates, claim: Claim, confidence: float) -> tuple[float, float]:
+    """Grows with what :func:`fitted_epsilon` would say; for comparing, much cheaper."""
+    low, high = rates.bounds(confidence)
+    if low <= high:
+        return -math.inf, 0.0
+    broken = [f for f in _COARSE if _ruled_out(claim, f, low, high)]
+    return -min(broken, default=math.inf), mu_at(rates, confidence)
+
+
 def _ruled_out(claim: Claim, factor: float, low: float, high: float) -> bool:
     """Whether rates are impossible with ``factor`` times the claimed noise."""
+    pairs = zip(_EPSILONS, _curve(claim, factor), strict=True)
+    return any(_least_epsilon(low, high, delta) > epsilon for epsilon, delta in pairs)
+
+
+@lru_cache(maxsize=64)
+def _curve(claim: Claim, factor: float) -> list[float]:
+    """Delta at every epsilon that is looked at, of ``factor`` times the noise."""
     noise = factor * claim.noise_multiplier
     # any grid is safe, a wider one rules out less; losses of a step are about 1 / s
     grid = min(0.02, max(5e-4, 0.01 / (noise * math.sqrt(claim.steps))))
     event = claim.event(noise)
-    curve = PLDAccountant(grid).deltas(event, claim.relation, _EPSILONS)
-    return any(
-        _least_epsilon(low, high, delta) > epsilon
-        for epsilon, delta in zip(_EPSILONS, curve, strict=True)
-    )
+    return PLDAccountant(grid).deltas(event, claim.relation, _EPSILONS)

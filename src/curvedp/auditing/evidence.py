@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +22,16 @@ from curvedp.auditing.bounds import (
     Rates,
     epsilon_at,
     fitted_epsilon,
-    mu_at,
+    fitted_worth,
 )
 from curvedp.errors import ConfigurationError
 
-__all__ = ["Evidence", "Proof", "judge", "likelihood_ratio"]
+__all__ = ["Evidence", "Proof", "disentangled_ratio", "judge", "likelihood_ratio"]
 
 #: Share of the scores that chooses the threshold, and how many of them are tried.
-_CHOOSING, _THRESHOLDS = 0.25, 100
+_CHOOSING, _THRESHOLDS = 0.25, 60
+#: Scores that are smoothed at most.
+_SMOOTHED = 2000
 #: Scores of each kind without which there is nothing to choose a threshold by.
 _LEAST_SCORES = 8
 
@@ -113,7 +116,7 @@ def judge(
         sizes = len(inside), len(outside)
         thresholds = (
             _choose(*chosen, sizes, lambda rates: epsilon_at(rates, claim.delta, each)),
-            _choose(*chosen, sizes, lambda rates: mu_at(rates, each)),
+            _choose(*chosen, sizes, lambda rates: fitted_worth(rates, claim, each)),
         )
     free, fitted = (_rates(inside, outside, t) for t in thresholds)
     return Evidence(
@@ -136,22 +139,30 @@ def _choose(
     inside: Array,
     outside: Array,
     sizes: tuple[int, int],
-    worth: Callable[[Rates], float],
+    worth: Callable[[Rates], Any],
 ) -> float:
     """The threshold with the largest bound to be expected of as many runs as follow.
 
-    The scores stand for normal laws: their own few tails would make the choice a
-    matter of luck. A wrong law costs power, never truth.
+    The scores that choose are smoothed: the steps of a few of them would make the
+    choice a matter of luck. A bad choice costs power, never truth.
     """
     both = np.concatenate([inside, outside])
-    tried = np.linspace(both.min(), both.max(), _THRESHOLDS)
-    shares = [ndtr((x.mean() - tried) / max(x.std(), 1e-12)) for x in (inside, outside)]
+    tried = np.unique(np.quantile(both, np.linspace(0.01, 0.99, _THRESHOLDS)))
+    shares = [_smooth_tail(x, tried) for x in (inside, outside)]
     counts = [np.rint(p * n).astype(int) for p, n in zip(shares, sizes, strict=True)]
     worths = [
         worth(Rates(int(hits), sizes[0], int(alarms), sizes[1]))
         for hits, alarms in zip(*counts, strict=True)
     ]
-    return float(tried[int(np.argmax(worths))])
+    return float(tried[worths.index(max(worths))])
+
+
+def _smooth_tail(scores: Array, thresholds: Array) -> Array:
+    """Share of the scores above each threshold, by normal kernels (Silverman)."""
+    some = scores[:_SMOOTHED]
+    width = max(0.9 * float(some.std()) * len(some) ** -0.2, 1e-12)
+    found: Array = ndtr((some[None] - thresholds[:, None]) / width).mean(1)
+    return found
 
 
 def likelihood_ratio(
@@ -179,3 +190,38 @@ def likelihood_ratio(
     if sample_rate == 1:
         return shift
     return np.logaddexp(math.log1p(-sample_rate), math.log(sample_rate) + shift)
+
+
+def disentangled_ratio(
+    projections: Array, gram: Array, variance: float, sample_rate: float
+) -> Array:
+    r"""The same for many canaries at once, whose gradients overlap.
+
+    What is left of a release is ``r = sum_j b_j v_j + z``. To the canary i the others
+    are noise, and known in law: each is in the sum with probability ``q / 2``, so
+    they have a mean and a covariance, ``S_i = t I + c sum_{j != i} v_j v_j^T`` with
+    ``c = q/2 (1 - q/2)``. The ratio is that of one step, with lengths and products in
+    ``S_i^-1``; where no two ``v_j`` overlap it is the same as without the others.
+
+    By the push-through identity all of it follows from the Gram matrix: with
+    ``K = t I + c G`` and ``A = K^-1 G``,
+    ``v_i^T S_i^-1 v_i = A_ii / (1 - c A_ii)``, and products likewise.
+
+    Args:
+        projections: ``<r, v_i>``, ``[m]``.
+        gram: ``G_ij = <v_i, v_j>``, ``[m, m]``.
+        variance: t.
+        sample_rate: q, of the claim.
+    """
+    alone = np.diagonal(gram)
+    if not np.any(gram - np.diag(alone)):
+        return likelihood_ratio(projections, alone, variance, sample_rate)
+    half = sample_rate / 2
+    spread = half * (1 - half)
+    kernel = variance * np.eye(len(gram)) + spread * gram
+    solved = np.linalg.solve(kernel, np.column_stack([gram, projections]))
+    overlaps, seen = solved[:, :-1], solved[:, -1]
+    own = np.diagonal(overlaps)
+    expected = half * (overlaps.sum(1) - own)
+    left = 1 - spread * own  # what is left of i's own part in the covariance of all
+    return likelihood_ratio((seen - expected) / left, own / left, 1.0, sample_rate)

@@ -29,9 +29,13 @@ from curvedp.errors import ConfigurationError
 
 __all__ = ["Guesses", "guess", "one_run_epsilon", "one_run_p_value"]
 
-#: Shares of the canaries that are guessed; all of them are tried, each with its part
-#: of the error. Few guesses are surer ones.
-SHARES = (0.04, 0.1, 0.2, 0.5, 1.0)
+#: Shares of the canaries that are guessed "in", and "out". All of them are tried, each
+#: with its part of the error. Few guesses are surer; and a canary that was never drawn
+#: looks as if it was left out, so "in" is the surer word.
+SHARES = (
+    (0.05, 0.0), (0.1, 0.0), (0.25, 0.0), (0.05, 0.05), (0.1, 0.1), (0.25, 0.25),
+    (0.5, 0.5),
+)  # fmt: skip
 
 _BISECTIONS = 40
 #: No bound is looked for beyond this.
@@ -137,10 +141,11 @@ def guess(
     order = np.argsort(scores, kind="stable")
     each = 1 - (1 - confidence) / len(SHARES)
     tried = []
-    for share in SHARES:
-        half = min(count // 2, max(1, round(share * count / 2)))
-        right = int((~included[order[:half]]).sum())
-        right += int(included[order[count - half :]].sum())
-        epsilon = one_run_epsilon(count, 2 * half, right, delta, each)
-        tried.append(Guesses(count, 2 * half, right, epsilon, confidence))
+    for share_in, share_out in SHARES:
+        highest = order[count - max(1, int(share_in * count)) :]
+        lowest = order[: int(share_out * count)]
+        right = int(included[highest].sum() + (~included[lowest]).sum())
+        made = len(highest) + len(lowest)
+        epsilon = one_run_epsilon(count, made, right, delta, each)
+        tried.append(Guesses(count, made, right, epsilon, confidence))
     return max(tried, key=lambda found: found.epsilon)

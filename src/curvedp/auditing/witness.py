@@ -12,7 +12,7 @@ the engine's own; the witness only notes what passes and computes beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from curvedp.accounting import Event
-from curvedp.auditing.evidence import likelihood_ratio
+from curvedp.auditing.directions import Directions
+from curvedp.auditing.evidence import disentangled_ratio, likelihood_ratio
 from curvedp.barrier import ClippedSum, Release
-from curvedp.clipping import ClippingRule, clipped_sum
+from curvedp.clipping import clipped_sum
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch, LayerIO, Recording, as_call
 from curvedp.layers.precision import exact
@@ -34,12 +35,13 @@ from curvedp.sampling import PhysicalBatch, PoissonSampler
 from curvedp.train.datasets import moved
 from curvedp.train.engine import Engine
 from curvedp.train.private import Private
-from curvedp.whitening import Whitener, parts_of
 
 __all__ = ["Witness", "next_sum"]
 
-#: Elements of per-example gradients that are written down at a time.
+#: Elements of the canaries' gradients that are written down at a time.
 _CHUNK_ELEMENTS = 2**24
+#: Where all of them together have more, canaries are told apart less well.
+_ALL_ELEMENTS = 2**26
 
 Scores = npt.NDArray[np.float64]
 
@@ -76,41 +78,6 @@ class _NotedReleases:
 
     def event(self, sample_rate: float) -> Event:
         return self.inner.event(sample_rate)
-
-
-@dataclass(frozen=True)
-class _Directions:
-    """The clipped, mapped gradients ``v_i`` of the canaries at a step, not written out.
-
-    ``v_i = sum_k c_ik P_k g_i``, so that ``<r, v_i> = sum_k c_ik <P_k^T r, g_i>``.
-    """
-
-    ios: Sequence[LayerIO]
-    whitener: Whitener
-    rule: ClippingRule
-
-    def sq_norms(self) -> Tensor:
-        total: Tensor | float = 0.0
-        for _, norms, weights in self._parts():
-            total = total + (weights.double() ** 2 * norms.double()).sum(0)
-        assert isinstance(total, Tensor)
-        return total
-
-    def projections(self, residual: Mapping[str, Tensor]) -> Tensor:
-        total = torch.zeros(self.ios[0].batch_size, dtype=torch.float64)
-        gradients = [io.per_example() for io in self.ios]
-        for whitener, _, weights in self._parts():
-            back = whitener.adjoint(residual)
-            for own, weight in zip(gradients, weights.double().cpu(), strict=True):
-                for name, g in own.items():
-                    flat = g.flatten(1).double() @ back[name].flatten().double()
-                    total += weight * flat.cpu()
-        return total
-
-    def _parts(self) -> Iterator[tuple[Whitener, Tensor, Tensor]]:
-        for own in parts_of(self.whitener):
-            norms = torch.stack([own.whitener.sq_norms(io) for io in self.ios])
-            yield own.whitener, norms, self.rule.of_part(own.share).weights(norms)
 
 
 class Witness:
@@ -205,7 +172,7 @@ class Witness:
             slots=slots,
         )
 
-    def _directions(self, batch: Batch, step: int) -> list[_Directions]:
+    def _directions(self, batch: Batch, step: int) -> list[Directions]:
         size = sum(p.numel() for p in self._engine.parameters.values())
         chunk = max(1, _CHUNK_ELEMENTS // size)
         count = _rows(batch)
@@ -213,22 +180,34 @@ class Witness:
         for start in range(0, count, chunk):
             ios = _pass(self._private, _cut(batch, slice(start, start + chunk)))
             found.append(
-                _Directions(ios, self._engine._clip_map(step), self._engine._rule())
+                Directions(ios, self._engine._clip_map(step), self._engine._rule())
             )
         return found
 
     def _ratios(
-        self, release: Release, others: ClippedSum, chunks: Sequence[_Directions]
+        self, release: Release, others: ClippedSum, chunks: Sequence[Directions]
     ) -> Scores:
-        residual = {
-            name: release.values[name] - others.values[name]
-            for name in self._engine.parameters
-        }
+        names = list(self._engine.parameters)
+        residual = {n: release.values[n] - others.values[n] for n in names}
+        rate, variance = self._private.plan.sampling.sample_rate, release.noise_std**2
+        count = sum(chunk.ios[0].batch_size for chunk in chunks)
+        size = sum(v.numel() for v in residual.values())
         with exact(self._device):
-            projected = torch.cat([c.projections(residual) for c in chunks]).numpy()
-            squared = torch.cat([c.sq_norms() for c in chunks]).cpu().numpy()
-        rate = self._private.plan.sampling.sample_rate
-        return likelihood_ratio(projected, squared, release.noise_std**2, rate)
+            if count > 1 and count * size <= _ALL_ELEMENTS:
+                rows = torch.cat([chunk.written(residual) for chunk in chunks])
+                flat = torch.cat([v.flatten() for v in residual.values()])
+                projected, gram = rows @ flat.to(rows.dtype), rows @ rows.T
+                return disentangled_ratio(
+                    _array(projected), _array(gram), variance, rate
+                )
+            projected = torch.cat([c.projections(residual) for c in chunks])
+            squared = torch.cat([c.sq_norms() for c in chunks])
+        return likelihood_ratio(_array(projected), _array(squared), variance, rate)
+
+
+def _array(x: Tensor) -> Scores:
+    found: Scores = x.double().cpu().numpy()
+    return found
 
 
 def next_sum(private: Private) -> ClippedSum:
