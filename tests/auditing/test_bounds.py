@@ -21,6 +21,7 @@ from curvedp.auditing import (
     one_run_epsilon,
     one_run_p_value,
 )
+from curvedp.auditing.bounds import _ruled_out
 from curvedp.auditing.evidence import disentangled_ratio, likelihood_ratio
 from curvedp.barrier import Relation
 from curvedp.errors import ConfigurationError
@@ -132,13 +133,13 @@ def test_the_fit_at_sampling_rate_one_is_that_of_two_gaussians():
     assert fitted <= epsilon_of_mu(mu_at(rates), 1e-5)
 
 
-def sampled_scores(claim, runs, included, generator, noise=None):
+def sampled_scores(claim, runs, included, generator):
     """Log likelihood ratios of runs of the mechanism, by the definition."""
-    s, q = noise or claim.noise_multiplier, claim.sample_rate
+    s, q = claim.noise_multiplier, claim.sample_rate
     y = generator.normal(0, s, (runs, claim.steps))
     if included:
         y += generator.random((runs, claim.steps)) < q
-    ratios = likelihood_ratio(y, np.ones_like(y), claim.noise_multiplier**2, q)
+    ratios = likelihood_ratio(y, np.ones_like(y), s**2, q)
     return ratios.sum(1)
 
 
@@ -150,11 +151,22 @@ def test_the_fit_of_a_sampled_mechanism_is_below_its_epsilon_and_close():
     found = judge(inside, outside, claim)
     assert 0.8 * claim.epsilon < found.fitted.epsilon < claim.epsilon
     assert 0 < found.clopper_pearson.epsilon < claim.epsilon
-    weak = [
-        sampled_scores(claim, 2000, included, generator, noise=0.5)
-        for included in (True, False)
-    ]
-    assert judge(*weak, claim).fitted.epsilon > claim.epsilon
+
+
+def test_the_fit_seldom_rules_out_the_noise_that_was_there():
+    """The bound is above the claim just if the claimed noise itself is ruled out."""
+    claim, generator, runs = claim_of(1.0, 0.2, 10), np.random.default_rng(8), 300
+    wrong, careless = 0, 0
+    for _ in range(300):
+        hits, alarms = (
+            int((sampled_scores(claim, runs, included, generator) > 0.3).sum())
+            for included in (True, False)
+        )
+        rates = Rates(hits, runs, alarms, runs)
+        wrong += _ruled_out(claim, 1.0, *rates.bounds(0.95))
+        careless += _ruled_out(claim, 1.0, hits / runs, max(alarms, 1) / runs)
+    assert wrong <= 0.05 * 300
+    assert careless > 0.05 * 300  # or the test could not fail
 
 
 def test_the_likelihood_ratio_is_that_of_the_densities():

@@ -112,7 +112,7 @@ def test_shuffled_batches_accounted_as_poisson_are_found(setting, monkeypatch):
     assert bound > claim
 
 
-@pytest.mark.parametrize("setting", BATCHES)
+@pytest.mark.parametrize("setting", [(40, 50, 0.7, 1e-2), *BATCHES[1:]])
 def test_the_same_attack_on_poisson_samples_stays_below_the_claim(setting):
     bound, claim = audit_of_batches(*setting)
     assert bound < claim
