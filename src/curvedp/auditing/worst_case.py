@@ -25,7 +25,7 @@ from curvedp.auditing.result import AuditResult
 from curvedp.probes import PublicProbe
 from curvedp.recipes import RECIPES, get_recipe
 
-__all__ = ["WorstCase", "audit_all", "audit_worst_case"]
+__all__ = ["HardestCase", "audit_all", "audit_worst_case"]
 
 #: Size of a canary's input: its gradient is far above C at all times.
 SIZE = 1e3
@@ -38,7 +38,7 @@ CLAIM = {"epsilon": 4.0, "delta": 1e-5, "sample_rate": 0.3, "steps": 10}
 
 
 @dataclass(frozen=True)
-class WorstCase:
+class HardestCase:
     """Model, data and canaries.
 
     Attributes:
@@ -93,7 +93,7 @@ def audit_worst_case(
         **settings: as for :func:`curvedp.auditing.audit`; by default those of
             :data:`CLAIM`.
     """
-    case = WorstCase(canaries, replaced)
+    case = HardestCase(canaries, replaced)
     own = get_recipe(recipe)
     settings = {**CLAIM, "learning_rate": SLOWER * own.learning_rate, **settings}
     if "noise_multiplier" in settings:
