@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from curvedp.auditing.witness import next_sum
 from curvedp.barrier import IDENTITY_FRAME
 from curvedp.errors import ConfigurationError
 from curvedp.recipes import RECIPES
 from curvedp.testing.reference import clipped_sum as slow_clipped_sum
 
-from .auditing import first_sum
 from .test_rivals import gradients, joined, odd_one_out, without_last
 from .test_whitened_recipes import attach, examples, model, train
 
@@ -24,7 +24,7 @@ def test_neighbours_are_at_most_the_bound_apart_where_noise_is_added(
 ):
     data = odd_one_out()
     sums = [
-        first_sum(
+        next_sum(
             attach(d, recipe, sample_rate=1.0, clip_order=order, clip_norm=0.1, **own)
         )
         for d in (data, without_last(data))
@@ -60,7 +60,7 @@ def test_each_order_clips_what_it_says():
         net = model()
         private = attach(data, "dp-kfc", net, sample_rate=1.0, clip_order=order,
                          clip_norm=bound, clipping="flat", side="both")  # fmt: skip
-        found = first_sum(private)
+        found = next_sum(private)
         g = gradients(net, data)
         whitener = attach(data, "dp-kfc", model(), side="both")._engine.whiteners.at(0)
         mapped = [{n: v[i] for n, v in g.items()} for i in range(40)]

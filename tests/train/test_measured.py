@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from curvedp import Trainer
+from curvedp.auditing import audit_step
+from curvedp.auditing.witness import next_sum
 from curvedp.barrier import Provenance
 from curvedp.clipping import CurvatureClipping, FlatClipping
 from curvedp.clipping.measured import packed, unpacked
@@ -18,7 +20,6 @@ from curvedp.testing.reference import measured_factor
 from curvedp.train import measured
 from curvedp.whitening import IdentityWhitener
 
-from .auditing import audit, first_sum
 from .test_graph import graphed
 from .test_graph import train as train_graphed
 from .test_rivals import DELTA, odd_one_out, without_last
@@ -42,7 +43,7 @@ def joined(pending):
 def length_of(x, y, **options):
     """Of what one example alone adds to the sum, by coordinates; and the bound."""
     data = TensorDataset(x, y)
-    pending = first_sum(attach(data, sample_rate=1.0, **options))
+    pending = next_sum(attach(data, sample_rate=1.0, **options))
     return joined(pending).norm(), pending.bound
 
 
@@ -78,7 +79,7 @@ def test_neighbours_are_at_most_the_bound_apart(size):
     x[-1] *= size
     data = TensorDataset(x, y)
     options = {"side": "both", "sample_rate": 1.0, "clip_norm": 0.02}
-    sums = [first_sum(attach(d, **options)) for d in (data, without_last(data))]
+    sums = [next_sum(attach(d, **options)) for d in (data, without_last(data))]
     assert sums[0].frame == sums[1].frame
     distance = (joined(sums[0]) - joined(sums[1])).norm()
     assert distance <= sums[0].bound * (1 + 1e-5)  # of sums over forty in float32
@@ -92,7 +93,7 @@ def test_a_person_adds_at_most_the_bound_however_many_examples():
     private = attach(
         data, sample_rate=1.0, side="both", clip_norm=0.02, **people,
     )  # fmt: skip
-    pending = first_sum(private)
+    pending = next_sum(private)
     assert 0 < joined(pending).norm() <= pending.bound * (1 + SLACK)
 
 
@@ -105,7 +106,7 @@ def test_a_slot_without_an_example_has_no_column_of_ones():
             TensorDataset(x, y), own=own, sample_rate=1.0,
             people=["somebody"], examples_per_person=slots,
         )  # fmt: skip
-        found.append(joined(first_sum(private)))
+        found.append(joined(next_sum(private)))
     assert torch.allclose(*found, atol=1e-7)
 
 
@@ -160,7 +161,7 @@ def test_coordinates_are_their_definition(bounds):
         data, own=own, sample_rate=1.0, side="both", curvature_share=0.3,
         input_bound=bounds, output_bound=bounds, clip_norm=2.0,
     )  # fmt: skip
-    pending = first_sum(private)
+    pending = next_sum(private)
     rule = private.plan.clipping
     c = 2.0 * math.sqrt(0.3 / 6)
     assert [layer.name for layer in rule.layers] == ["0", "3", "6"]
@@ -181,7 +182,7 @@ def test_groups_of_a_convolution_have_factors_of_their_own():
     own = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(24, 3))
     x, y = 30 * torch.randn(8, 4, 5), torch.randint(0, 3, (8,))
     private = attach(TensorDataset(x, y), own=own, sample_rate=1.0, side="both")
-    pending, layer = first_sum(private), private.plan.clipping.layers[0]
+    pending, layer = next_sum(private), private.plan.clipping.layers[0]
     assert (layer.groups, layer.inputs, layer.outputs) == (2, 5, 3)
     patches = x.unfold(2, 2, 1).transpose(1, 2)  # [8, 4 positions, 4, 2]
     c = math.sqrt(0.2 / 4)
@@ -216,7 +217,7 @@ def test_padding_that_the_loss_does_not_see_is_not_measured():
     ids, y = torch.randint(1, 9, (4, 5)), torch.tensor([0, 1, 2, 0])
     longer = torch.cat([ids, torch.zeros(4, 7, dtype=torch.int64)], 1)
     sums = [
-        joined(first_sum(attach(TensorDataset(x, y), own=own, sample_rate=1.0)))
+        joined(next_sum(attach(TensorDataset(x, y), own=own, sample_rate=1.0)))
         for x in (ids, longer)
     ]
     assert torch.allclose(*sums, atol=1e-6)
@@ -371,13 +372,15 @@ def test_the_claim_holds_against_an_audit():
         if steps:
             train(with_it, steps)
             without.load_state_dict(with_it.state_dict())
-        sums = [first_sum(without), first_sum(with_it)]
+        sums = [next_sum(without), next_sum(with_it)]
         assert sums[0].frame == sums[1].frame
         assert (sums[0].frame == IdentityWhitener().frame) == (steps == 0)
         one_step = with_it.plan.epsilon(1)
-        least, estimated = audit(with_it._engine._mechanism, sums, DELTA)
-        assert least <= one_step
-        assert estimated > 0.8 * one_step
+        found = audit_step(
+            with_it._engine._mechanism, sums, DELTA, unsafe_reproducible_noise=0
+        )
+        assert found.epsilon_lower <= one_step
+        assert found.epsilon_estimated > 0.8 * one_step
 
 
 # -- refusals -----------------------------------------------------------------------

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from curvedp.accounting import PoissonGaussianEvent, get_accountant, repeated
+from curvedp.auditing import audit_step
+from curvedp.auditing.witness import next_sum
 from curvedp.barrier import Relation
 from curvedp.clipping import FlatClipping, clipped_sum
 from curvedp.errors import ConfigurationError
@@ -24,7 +26,6 @@ from curvedp.testing import per_example_gradients
 from curvedp.testing.reference import clipped_sum as slow_clipped_sum
 from curvedp.testing.reference import embedded_sums
 
-from .auditing import audit, first_sum
 from .test_whitened_recipes import PRIVATE, attach, examples, model
 
 DELTA = 1e-3
@@ -62,7 +63,7 @@ def test_adadps_is_its_formula(moments):
     """``sum_i clip_C(g_i / sqrt(h + 1e-10))`` with h from the very probes it drew."""
     data, own = examples(), model()
     private = attach(data, "adadps", own, sample_rate=1.0, moments=moments)
-    pending = first_sum(private)
+    pending = next_sum(private)
     source = private._engine.whiteners
     generator = source._generator(0)
     batches = []
@@ -97,7 +98,7 @@ def test_adadps_clips_examples_and_not_means_of_microbatches():
     sums, means = [], []
     for part in (data, without_last(data)):
         private = attach(part, "adadps", own, sample_rate=1.0, clip_norm=bound)
-        sums.append(joined(first_sum(private).values))
+        sums.append(joined(next_sum(private).values))
         whitener = private._engine.whiteners.at(0)
         g = gradients(own, part)["weight"]
         scaled = [whitener.apply({"weight": one})["weight"].flatten() for one in g]
@@ -121,7 +122,7 @@ def test_gep_is_its_definition(share):
     clips = {"clip_norm": 0.5, "residual_clip": 0.3}
     private = attach(data, "gep", own, sample_rate=1.0, residual_share=share, basis=7,
                      **clips)  # fmt: skip
-    pending = first_sum(private)
+    pending = next_sum(private)
     whitener = private._engine.whiteners.at(0)
     inside, outside = embedded_sums(
         gradients(own, data), bases_of(whitener), 0.5, 0.5 * 0.3
@@ -230,7 +231,7 @@ def test_parts_that_have_more_than_the_bound_are_refused():
     whitener = private._engine.whiteners.at(0)
     whitener._parts = tuple(replace(p, share=0.8) for p in whitener.parts)
     with pytest.raises(ConfigurationError, match="more than the whole"):
-        first_sum(private)
+        next_sum(private)
 
 
 def test_gep_needs_a_rule_that_clips_parts():
@@ -251,12 +252,12 @@ def test_an_audit_comes_close_to_the_claim_and_never_exceeds_it(recipe):
     private, sums = neighbours(recipe)
     claim = private.plan.epsilon()
     mechanism = private._engine._mechanism
-    least, estimated = audit(mechanism, sums, DELTA)
-    assert least <= claim
-    assert estimated > 0.8 * claim
+    found = audit_step(mechanism, sums, DELTA, unsafe_reproducible_noise=0)
+    assert found.epsilon_lower <= claim
+    assert found.epsilon_estimated > 0.8 * claim
     weak = GaussianMechanism(mechanism.noise_multiplier / 2, mechanism.bound)
-    caught, _ = audit(weak, sums, DELTA)
-    assert caught > claim
+    caught = audit_step(weak, sums, DELTA, unsafe_reproducible_noise=0)
+    assert caught.epsilon_lower > claim
 
 
 def neighbours(recipe):
@@ -268,7 +269,7 @@ def neighbours(recipe):
     data = odd_one_out()
     with_it = attach(data, recipe, **options)
     without = attach(without_last(data), recipe, **options)
-    return with_it, [first_sum(without), first_sum(with_it)]
+    return with_it, [next_sum(without), next_sum(with_it)]
 
 
 def test_disk_adds_the_noise_of_dp_sgd():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, singledispatch
@@ -121,13 +121,22 @@ class PLDAccountant:
 
     def delta(self, event: Event, relation: Relation, epsilon: float) -> float:
         """Smallest delta that can be proved at this epsilon."""
-        _check_threshold(epsilon)
+        return self.deltas(event, relation, [epsilon])[0]
+
+    def deltas(
+        self, event: Event, relation: Relation, epsilons: Sequence[float]
+    ) -> list[float]:
+        """The same at several epsilons, from one composition."""
+        for epsilon in epsilons:
+            _check_threshold(epsilon)
         total = tally([event])
         composed = _composed_pld(total, relation, self.discretization)
         if composed is None:
-            return 1.0
-        bound = float(composed.get_delta_for_epsilon(epsilon)) + _rounding(total)
-        return min(1.0, max(0.0, bound))
+            return [1.0 for _ in epsilons]
+        # one by one: upstream goes through the grid in Python for a list
+        found = (float(composed.get_delta_for_epsilon(e)) for e in epsilons)
+        margin = _rounding(total)
+        return [min(1.0, max(0.0, delta + margin)) for delta in found]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import typer
 
 from curvedp._version import __version__
 from curvedp.cli import (
+    audit,
     compare,
     diagnose,
     doctor,
@@ -56,5 +57,6 @@ sweep.register(app)
 inspect.register(app)
 recipes.register(app)
 doctor.register(app)
+audit.register(app)
 app.add_typer(diagnose.app, name="diagnose")
 app.add_typer(privacy.app, name="privacy")
