@@ -35,7 +35,6 @@ def record(
     device: torch.device,
     *generators: torch.Generator,
     pool: Any = None,
-    warm: bool = False,
 ) -> Callable[[], T]:
     """A function that repeats ``work`` with what lies in its inputs' memory by then.
 
@@ -50,8 +49,6 @@ def record(
             offset from them, so it draws anew as often as they move.
         pool: memory that it shares with graphs which are replayed at other times, a
             ``torch.cuda.graph_pool_handle()``: each may overwrite what another left.
-        warm: the same operations ran before, on other values, so that there is nothing
-            left to set up.
 
     Raises:
         RuntimeError: it needs the CPU in between.
@@ -64,8 +61,7 @@ def record(
     stream = _stream(device)
     stream.wait_stream(outside)
     with torch.cuda.stream(stream):
-        if not warm:
-            work()
+        work()
         torch.cuda.synchronize(device)
         # other threads (a loader's, say) may go on using the device meanwhile
         graph.capture_begin(pool, capture_error_mode="thread_local")

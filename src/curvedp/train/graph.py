@@ -17,7 +17,6 @@ guarantee rests on (:mod:`curvedp.train.engine`). The noise has a graph of its o
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -214,33 +213,24 @@ class GraphedReadOut:
 class CudaCapture:
     """Records work as CUDA graphs that share their memory, one replayed at a time.
 
-    A graph that takes another's place finds the same memory again. The first recording
-    runs the work beforehand. Those that follow repeat it with another whitener or batch
-    shape, for which there is mostly nothing to set up; if there is, it runs again.
+    A graph that takes another's place finds the same memory again.
     """
 
     def __init__(self) -> None:
         self._pool: Any = None
-        self._kept: Any = None
+        self._last: Any = None
 
     def __call__(self, work: Callable[[], T], device: torch.device) -> Callable[[], T]:
-        replay = None
-        if self._pool is not None:
-            with contextlib.suppress(RuntimeError):
-                replay = record(work, device, pool=self._pool, warm=True)
-        if replay is None:
-            replay = self._first(work, device)
-        self._kept = replay  # a pool without a graph cannot be used again
-        return replay
-
-    def _first(self, work: Callable[[], T], device: torch.device) -> Callable[[], T]:
-        self._pool = torch.cuda.graph_pool_handle()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         try:
-            return record(work, device, pool=self._pool)
+            replay = record(work, device, pool=self._pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise _not_recordable(error) from error
+        self._last = replay  # a pool that no graph is left of cannot be used again
+        return replay
 
 
 def _not_recordable(error: Exception) -> ConfigurationError:
