@@ -23,7 +23,7 @@ def halve_the_noise(monkeypatch):
 def clip_after_summing(monkeypatch):
     """The sum of whole gradients is cut to C, and no example is."""
 
-    def wrong(ios, rule, whitener, *, parameters, present, step, scale=1.0, slots=1):
+    def wrong(ios, rule, whitener, *, parameters, present, step, scale=1.0, **_):
         ones = present.to(torch.float32) * scale
         total = {name: torch.zeros_like(p) for name, p in parameters.items()}
         for io in ios:

@@ -75,8 +75,8 @@ _SUMS = [
         peer_sums.adaptive_count_gets_the_same_noise,
         (
             RandomStreams.add_gaussian,
-            "value + std * noise",
-            "value + std * (0.5 if value.dim() == 0 else 1.0) * noise",
+            "torch._foreach_add(plain, noise)",
+            "[v + (n if v.dim() else 0.5 * n) for v, n in zip(plain, noise)]",
         ),
     ),
     fault(
