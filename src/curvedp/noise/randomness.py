@@ -44,11 +44,12 @@ class Stream(Enum):
     VALIDATION = 6
     VIEWS = 7
     PRETRAINING = 8
+    GROUPS = 9
 
     @property
     def is_secret(self) -> bool:
         """Whether knowing the stream would undo the guarantee."""
-        return self in (Stream.NOISE, Stream.SAMPLING)
+        return self in (Stream.NOISE, Stream.SAMPLING, Stream.GROUPS)
 
 
 class RandomStreams:
@@ -139,6 +140,46 @@ class RandomStreams:
         drawn = self._normals_like(list(values.values()), generator)
         pairs = zip(values.items(), drawn, strict=True)
         return {n: value + std * noise for (n, value), noise in pairs}, std
+
+    def standard_normals(
+        self, values: Sequence[Tensor], *at: int, again: bool = False
+    ) -> list[Tensor]:
+        """Standard normals in the shapes of some tensors; the next call may reuse them.
+
+        Args:
+            values: for shapes, dtypes and device.
+            at: address of the noise: step and attempt.
+            again: what was drawn at that address, to take its part in the noise of
+                another step (:mod:`curvedp.noise.correlated`). Releasing it twice would
+                undo it.
+
+        Raises:
+            CurvedpError: noise was drawn at this address before.
+        """
+        if again:
+            sequence = self._sequence(Stream.NOISE, at)
+            generator = np.random.Generator(np.random.Philox(sequence))
+        else:
+            generator = self.generator(Stream.NOISE, *at)
+        return self._normals_like(values, generator)
+
+    def reveal_secret(self) -> int:
+        """The entropy of noise and sampling. Whoever has it can undo the guarantee.
+
+        Correlated noise needs it to go on after a crash. It is stored apart from all
+        that is shared, for as long as the run goes on (:mod:`curvedp.train.secret`).
+        """
+        return self._secret
+
+    def continue_secret(self, entropy: int) -> None:
+        """Go on with the entropy of an earlier sitting of the same run.
+
+        Addresses that it drew at are known from its ledger: a step that was paid for is
+        made again at another attempt.
+        """
+        if self._drawn or self.is_unsafe:
+            raise CurvedpError("these streams have drawn noise of their own already")
+        self._secret = entropy
 
     def _normals_like(
         self, values: Sequence[Tensor], generator: np.random.Generator
