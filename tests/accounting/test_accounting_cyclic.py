@@ -27,7 +27,7 @@ CHECKED = {1: {1: 1.8428, 2: 1.1493, 5: 0.7556, 8: 0.6433},
            10: {1: 5.43, 2: 3.01, 5: 1.5108, 8: 1.13}}  # fmt: skip
 
 
-def turns(steps, groups, sigma=1.0, rate=0.1, assignment=0):
+def turns(steps, groups, sigma=1.0, rate=0.1, assignment=""):
     return [
         CyclicGaussianEvent(sigma, rate, groups, step % groups, assignment)
         for step in range(steps)
@@ -73,7 +73,7 @@ class TestTurns:
         assert sequential(tally(again)).parts[0][1] == 3
 
     def test_groups_drawn_anew_add_up(self):
-        twice = [*turns(15, 10), *turns(15, 10, assignment=1)]
+        twice = [*turns(15, 10), *turns(15, 10, assignment="other")]
         assert sequential(tally(twice)).parts[0][1] == 4
 
     def test_other_noise_adds_up(self):
@@ -115,13 +115,13 @@ class TestTurns:
 
 class TestStored:
     def test_through_json(self):
-        event = CyclicGaussianEvent(1.5, 0.25, 8, 7, 2)
+        event = CyclicGaussianEvent(1.5, 0.25, 8, 7, "a1")
         assert event_from_json(json.loads(json.dumps(event.to_json()))) == event
 
     @pytest.mark.parametrize("change", [{"group": 8}, {"groups": 0}, {"group": -1},
                                         {"assignment": None}, {"groups": "8"},
                                         {"sample_rate": 0}])  # fmt: skip
     def test_nonsense_is_refused(self, change):
-        stored = CyclicGaussianEvent(1.5, 0.25, 8, 7, 2).to_json() | change
+        stored = CyclicGaussianEvent(1.5, 0.25, 8, 7, "a1").to_json() | change
         with pytest.raises(ConfigurationError):
             event_from_json(stored)

@@ -118,10 +118,18 @@ class TestMemory:
         whole = noise_of(run(own, own.init(streams(4)), range(STEPS), width=50)[0])
         secret = streams(4).reveal_secret()
         fresh = RandomStreams(0)
-        fresh.continue_secret(secret)
+        fresh.continue_run(secret, dict.fromkeys(range(7), secret))
         state = own.resumed(fresh, range(7), IDENTITY_FRAME)
         releases, _ = run(own, state, range(7, STEPS), width=50)
-        assert noise_of(releases) == pytest.approx(whole[7:], abs=1e-6)
+        # z of the steps before, and new z of its own: nothing is drawn twice
+        z = own.strategy.materialize() @ np.concatenate([whole[:7], noise_of(releases)])
+        before = own.strategy.materialize() @ whole
+        assert z[:7] == pytest.approx(before[:7], abs=1e-5)
+        assert np.abs(z[7:] - before[7:]).min(axis=1).max() > 1e-5
+        fresh = RandomStreams(0)
+        fresh.continue_run(secret, {})
+        new = [fresh.standard_normals([torch.zeros(50)], 0, 0)[0] for _ in range(1)]
+        assert not np.allclose(new[0], before[0])
         unbroken = own.init(streams(4))
         for step in range(7):
             _, unbroken = own.update(sums(step, width=50), unbroken)
@@ -132,7 +140,7 @@ class TestMemory:
         used = RandomStreams(0)
         used.standard_normals([torch.zeros(2)], 0, 0)
         with pytest.raises(CurvedpError, match="drawn noise"):
-            used.continue_secret(5)
+            used.continue_run(5, {})
 
     def test_noise_is_drawn_once(self):
         own, shared = mechanism(), streams(5)

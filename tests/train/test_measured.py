@@ -375,7 +375,7 @@ def test_the_claim_holds_against_an_audit():
         assert sums[0].frame == sums[1].frame
         assert (sums[0].frame == IdentityWhitener().frame) == (steps == 0)
         one_step = with_it.plan.epsilon(1)
-        least, estimated = audit(with_it._engine._mechanism, sums, DELTA)
+        least, estimated = audit(with_it._engine.noise.mechanism, sums, DELTA)
         assert least <= one_step
         assert estimated > 0.8 * one_step
 

@@ -180,6 +180,6 @@ def test_the_claim_holds_for_a_map_that_was_learnt():
     sums = [first_sum(without), first_sum(with_it)]
     assert sums[0].frame == sums[1].frame != first
     one_step = with_it.plan.epsilon(1)
-    least, estimated = audit(with_it._engine._mechanism, sums, DELTA)
+    least, estimated = audit(with_it._engine.noise.mechanism, sums, DELTA)
     assert least <= one_step
     assert estimated > 0.8 * one_step

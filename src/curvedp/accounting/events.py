@@ -149,15 +149,15 @@ class CyclicGaussianEvent(Event):
         sample_rate: the declared probability q of each *member of the group*.
         groups: b.
         group: whose turn it was.
-        assignment: which drawing of the groups, counted from 0. When groups are drawn
-            anew, an example may change its group, and what was before adds up.
+        assignment: which drawing of the groups, by a public name of it. When groups are
+            drawn anew, an example may change its group, and what was before adds up.
     """
 
     noise_multiplier: float
     sample_rate: float
     groups: int
     group: int
-    assignment: int = 0
+    assignment: str = ""
     kind: ClassVar[str] = "cyclic-gaussian"
 
     def __post_init__(self) -> None:
@@ -165,7 +165,10 @@ class CyclicGaussianEvent(Event):
         check_rate(self.sample_rate)
         check_count(self.groups, "groups", at_least=1)
         check_count(self.group, "group")
-        check_count(self.assignment, "assignment")
+        if not isinstance(self.assignment, str):
+            raise ConfigurationError(
+                f"assignment of the event is {self.assignment!r}, not text"
+            )
         if self.group >= self.groups:
             raise ConfigurationError(
                 f"group {self.group} of {self.groups}", "groups are counted from 0"
@@ -339,7 +342,7 @@ def sequential(event: Event) -> ComposedEvent:
     >>> sequential(tally(turns)).parts
     ((PoissonGaussianEvent(noise_multiplier=1.0, sample_rate=0.1), 3),)
     """
-    most: dict[tuple[float, float, int, int], int] = {}
+    most: dict[tuple[float, float, int, str], int] = {}
     plain: list[tuple[Event, int]] = []
     for leaf, count in tally([event]).parts:
         if isinstance(leaf, CyclicGaussianEvent):

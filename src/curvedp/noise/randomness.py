@@ -17,6 +17,7 @@ the secret part from a cryptographic generator. A mechanism asks either of them 
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -81,6 +82,8 @@ class RandomStreams:
             if unsafe_reproducible_noise is None
             else int(unsafe_reproducible_noise)
         )
+        self._groups = self._secret
+        self._past: dict[int, int] = {}
         self._drawn: set[tuple[int, ...]] = set()
         self._graphed: GraphedNormals | None = None
 
@@ -157,7 +160,10 @@ class RandomStreams:
             CurvedpError: noise was drawn at this address before.
         """
         if again:
-            sequence = self._sequence(Stream.NOISE, at)
+            entropy = self._past.get(at[0], self._secret)
+            sequence = np.random.SeedSequence(
+                entropy, spawn_key=(Stream.NOISE.value, *at)
+            )
             generator = np.random.Generator(np.random.Philox(sequence))
         else:
             generator = self.generator(Stream.NOISE, *at)
@@ -171,15 +177,27 @@ class RandomStreams:
         """
         return self._secret
 
-    def continue_secret(self, entropy: int) -> None:
-        """Go on with the entropy of an earlier sitting of the same run.
+    def continue_run(self, groups: int, past: Mapping[int, int]) -> None:
+        """Know what earlier sittings of the same run have drawn.
 
-        Addresses that it drew at are known from its ledger: a step that was paid for is
-        made again at another attempt.
+        New noise and sampling keep the entropy of this sitting, so that nothing is ever
+        drawn twice, whatever was restored from where.
+
+        Args:
+            groups: entropy of the sitting that drew the groups of examples.
+            past: entropy with which the noise of each earlier step was drawn.
         """
         if self._drawn or self.is_unsafe:
             raise CurvedpError("these streams have drawn noise of their own already")
-        self._secret = entropy
+        self._groups, self._past = groups, dict(past)
+
+    def fingerprint(self) -> str:
+        """A public name of how groups are drawn, which tells nothing else of it.
+
+        The entropy has 256 bits, so that nobody finds it by its hash.
+        """
+        data = self._groups.to_bytes(64, "big")
+        return hashlib.sha256(b"curvedp groups" + data).hexdigest()[:16]
 
     def _normals_like(
         self, values: Sequence[Tensor], generator: np.random.Generator
@@ -203,6 +221,8 @@ class RandomStreams:
         self, stream: Stream, address: tuple[int, ...]
     ) -> np.random.SeedSequence:
         entropy = self._secret if stream.is_secret else self.seed
+        if stream is Stream.GROUPS:
+            entropy = self._groups
         return np.random.SeedSequence(entropy, spawn_key=(stream.value, *address))
 
     def __repr__(self) -> str:

@@ -35,6 +35,7 @@ from curvedp.train.pretrain import pretrain, public_examples
 from curvedp.train.private import Private
 from curvedp.train.probing import choose_labels, choose_probe
 from curvedp.train.released import ReleasedSource
+from curvedp.train.secret import RunSecret
 from curvedp.train.settings import PrivacySettings
 from curvedp.train.whitened import CurvatureSource, FixedWhitener, WhitenerSource
 from curvedp.whitening import KroneckerWhitening, SubspaceWhitening
@@ -121,7 +122,8 @@ def make_private(
             ``accountant``; ``allow_large_delta``; ``secure``. The recipe's
             ``clip_norm``, ``clipping``, ``mode``, the settings of its transforms and,
             where it whitens or pretrains, those of :class:`curvedp.recipes.Curvature`
-            and :class:`curvedp.recipes.Pretraining` are taken too.
+            and :class:`curvedp.recipes.Pretraining` are taken too, and those of
+            :class:`curvedp.recipes.Correlation` where noise is correlated.
 
     Guarantees:
         After any number of the loop's steps, the parameters are (epsilon, delta)-DP
@@ -187,6 +189,8 @@ def make_private(
         oracle=not whiteners.provenance.is_public,
     )
     try:
+        correlated = plan.correlation is not None
+        secret = RunSecret(folder, streams, ledger) if correlated else None
         loader = source.loader(
             plan.sampler(streams, ledger.next_attempt),
             plan.sampling.expected_batch_size,
@@ -207,6 +211,7 @@ def make_private(
             loader=loader,
             journal=Journal(folder / "journal", ledger) if folder and journal else None,
             back_map="none" if curvature is None else curvature.read_out,
+            secret=secret,
         )
         return Private(
             engine,

@@ -28,7 +28,7 @@ from curvedp.barrier import ClippedSum, Release
 from curvedp.clipping import ClippingRule, clipped_sum
 from curvedp.errors import BudgetError, ConfigurationError, LoopError
 from curvedp.layers import Coverage, PerExampleLoss, Recording
-from curvedp.noise import NoiseState, RandomStreams
+from curvedp.noise import RandomStreams
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalBatch, PhysicalLoader, Views
 from curvedp.train.graph import Capture, GraphedPass
@@ -38,6 +38,8 @@ from curvedp.train.guard import (
     refuse_processes,
 )
 from curvedp.train.journal import Journal
+from curvedp.train.noise import RunNoise
+from curvedp.train.secret import RunSecret
 from curvedp.train.whitened import WhitenerSource
 from curvedp.update import Chain, apply_release, read_out
 from curvedp.whitening import IdentityWhitener, Whitener
@@ -76,6 +78,7 @@ class Engine:
         ledger: where steps are paid.
         loader: draws and cuts the batches.
         journal: where releases are kept, or None.
+        secret: of a run with correlated noise.
 
     Attributes:
         step: logical steps made.
@@ -96,6 +99,7 @@ class Engine:
         loader: PhysicalLoader,
         journal: Journal | None = None,
         back_map: str = "none",
+        secret: RunSecret | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -110,8 +114,8 @@ class Engine:
         self._back_map = back_map
         self._chain = chain
         self._loader = loader
-        self._mechanism = plan.mechanism()
-        self._event = plan.step_event()
+        device = next(model.parameters()).device.type
+        self.noise = RunNoise(plan, streams, ledger, secret, device)
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in coverage.parameters}
         self.chain_state = chain.init(self.parameters, look_ahead=True)
@@ -130,7 +134,7 @@ class Engine:
     @property
     def steps_left(self) -> int:
         """Steps that the budget still allows."""
-        return max(0, self.plan.sampling.steps - self.ledger.count())
+        return self.noise.steps_left(self.step)
 
     @property
     def views(self) -> Views | None:
@@ -306,13 +310,13 @@ class Engine:
         if self.steps_left == 0:
             raise self.exhausted()
         attempt = self.ledger.next_attempt(self.step)
-        self.ledger.pay(self.step, attempt, self._event)
-        state = NoiseState(self.streams, attempt)
-        release, _ = self._mechanism.update(pending, state)
+        self.ledger.pay(self.step, attempt, self.noise.event(self.step))
+        release = self.noise.release(pending, attempt)
         self._open = _Open()
         if self.journal is not None:
             self.journal.write(release, self._group_settings())
         self.apply(release)
+        self.noise.finish(self.step)
 
     def apply(self, release: Release) -> None:
         """Move the parameters by a release, fresh or read from the journal."""
@@ -352,8 +356,10 @@ class Engine:
                     self.optimizer.param_groups, settings, strict=True
                 ):
                     group.update(stored)
+                self.noise.replayed(release)
                 self.apply(release)
                 recovered += 1
+        self.noise.rejoin(self.step)
         return recovered
 
     def _group_settings(self) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from curvedp.errors import ConfigurationError
 from curvedp.noise.strategies.banded import Banded, BandedToeplitz, inverse_series
 from curvedp.noise.strategies.workloads import Floats, Workload
 
-__all__ = ["optimise_banded", "optimise_toeplitz"]
+__all__ = ["optimise_banded", "optimise_toeplitz", "quadratic_form"]
 
 #: Relative gain of ten iterations at which the search ends, 1e-5 above the optimum.
 _GAIN = 3e-6
@@ -101,7 +101,7 @@ def _toeplitz_loss(workload: Workload, steps: int, bands: int) -> _Loss:
 
     ``c * r = 1`` as series, so ``dr = -r * dc * r``.
     """
-    quadratic = _quadratic_form(workload, steps)
+    quadratic = quadratic_form(workload, steps)
 
     def loss(free: Floats) -> tuple[float, Floats]:
         c = np.concatenate([[1.0], free])
@@ -117,7 +117,7 @@ def _toeplitz_loss(workload: Workload, steps: int, bands: int) -> _Loss:
     return loss
 
 
-def _quadratic_form(
+def quadratic_form(
     workload: Workload, steps: int
 ) -> Callable[[Floats], tuple[float, Floats]]:
     """``tr(W R R^T)`` of a Toeplitz R with first column r, and its gradient in r."""
