@@ -218,7 +218,7 @@ FAULTS = [
     Fault(
         "8 lost steps",
         checks.lost_steps_are_paid_from_the_same_budget,
-        (Patch(Engine.steps_left, "self.ledger.count()", "self.step"),),
+        (Patch(Plan.steps_left, "ledger.count()", "step"),),
     ),
     Fault(
         "10 loss reported",

@@ -12,6 +12,7 @@ from curvedp.cli import (
     diagnose,
     doctor,
     inspect,
+    noise,
     privacy,
     recipes,
     sweep,
@@ -58,3 +59,4 @@ recipes.register(app)
 doctor.register(app)
 app.add_typer(diagnose.app, name="diagnose")
 app.add_typer(privacy.app, name="privacy")
+app.add_typer(noise.app, name="noise")

@@ -193,7 +193,7 @@ def _step_seconds(built: BuiltRun, recipe: Recipe, rows: int) -> float:
     synthetic = _synthetic(built, rows)
     probes = None
     # before the steps; and noise takes little of one
-    recipe = replace(recipe, pretraining=None, correlation=None)
+    recipe = replace(recipe, pretraining=None, correlation=None, search={})
     if recipe.curvature is not None and recipe.curvature.probe in ("public", "oracle"):
         recipe = recipe.configure(probe="public")
         probes = PublicProbe(synthetic, allow_repeats=True)

@@ -140,7 +140,7 @@ def _write(path: Path, strategy: Strategy) -> None:
 
 def _read(path: Path, design: Design) -> Strategy | None:
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {name: np.asarray(stored[name], np.float64) for name in stored}
         made = _made(design, arrays)
     except FileNotFoundError:

@@ -201,6 +201,7 @@ def best_bands(
     sampling: SamplingPlan,
     sigma: Callable[[float, int], float],
     refresh: int = 0,
+    workload: Workload | None = None,
 ) -> int:
     """Bands of least predicted error.
 
@@ -212,11 +213,12 @@ def best_bands(
         sampling: declared.
         sigma: noise multiplier that a sample rate and a number of draws need.
         refresh: of the whitener; it bounds the bands.
+        workload: in place of the settings' own.
     """
     most = min(largest_bands(sampling), correlation.most_bands)
     if refresh:
         most = max(1, min(most, refresh // LEAST_BLOCK))
-    workload, steps = correlation.workload(), sampling.steps
+    workload, steps = workload or correlation.workload(), sampling.steps
     errors: dict[int, float] = {}
 
     def error(bands: int) -> float:

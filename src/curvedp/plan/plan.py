@@ -35,7 +35,12 @@ from curvedp.noise import (
     SecureStreams,
     Stream,
 )
-from curvedp.plan.correlation import Correlation, PlannedCorrelation, best_bands
+from curvedp.plan.correlation import (
+    Correlation,
+    PlannedCorrelation,
+    best_bands,
+    largest_bands,
+)
 from curvedp.plan.sampling import SamplingPlan
 from curvedp.sampling import CyclicSampler, Sampler
 
@@ -325,6 +330,8 @@ def _best_bands(
     accountant: str,
     refresh: int,
 ) -> int:
+    if largest_bands(sampling) == 1:
+        return 1
     if epsilon is None:
         raise ConfigurationError(
             "bands = 'auto' weighs more noise against less of it left at the end, for "

@@ -24,6 +24,8 @@ from curvedp.noise.strategies.workloads import Floats, Workload
 
 __all__ = ["optimise_banded", "optimise_toeplitz", "quadratic_form"]
 
+#: Noise of one step beside that of z. A degenerate workload wants it without bound.
+LARGEST_STEP = 100.0
 #: Relative gain of ten iterations at which the search ends, 1e-5 above the optimum.
 _GAIN = 3e-6
 _MOST_ITERATIONS = 1000
@@ -57,7 +59,25 @@ def optimise_banded(
         )
     problem = _Problem(workload.root(steps), steps, bands, block)
     start = _start(workload, steps, bands)
-    return Banded.from_gram(problem.band(_minimise(problem, problem.free(start))))
+    return _bounded(problem.band(_minimise(problem, problem.free(start))))
+
+
+def _bounded(band: Floats) -> Banded:
+    """The strategy of X, moved towards the identity as far as its noise demands.
+
+    ``(1 - share) X + share I`` has a unit diagonal and no eigenvalue below the share,
+    so the noise of a step is at most ``share^-1/2``.
+    """
+    for share in (0.0, 1e-8, 1e-7, 1e-6, 1e-5, LARGEST_STEP**-2):
+        moved = (1 - share) * band
+        moved[0] = 1.0
+        try:
+            found = Banded.from_gram(moved)
+        except np.linalg.LinAlgError:
+            continue
+        if found.inverse_row_norms().max() <= LARGEST_STEP:
+            break
+    return found
 
 
 def optimise_toeplitz(workload: Workload, steps: int, bands: int) -> BandedToeplitz:
