@@ -446,6 +446,14 @@ class TestTogether:
         with pytest.raises(ConfigurationError, match="learns curvature from releases"):
             replace(get_recipe("dp-soap"), correlation=Correlation())
 
+    def test_averages_before_a_correction_for_noise(self):
+        from curvedp.update import AdamBC, Momentum
+
+        correlated = replace(get_recipe("dp-sgd"), correlation=Correlation())
+        with pytest.raises(ConfigurationError, match="for independent"):
+            correlated.then(Momentum(), AdamBC())
+        correlated.then(AdamBC(), Momentum(mu=0.5))
+
     def test_a_whitener_that_changes_too_often(self):
         recipe = replace(get_recipe("dp-kfc"), correlation=Correlation())
         self.refused("ends the block", recipe=recipe, refresh=8)

@@ -129,9 +129,16 @@ class Recipe:
 
     def _check_correlation(self) -> None:
         """Refuse what does not go with noise that later steps take back."""
-        if self.correlation is None or self.curvature is None:
+        if self.correlation is None:
             return
-        if self.curvature.from_releases:
+        if self.chain.reads_noise and not self.chain.transforms[0].reads_noise:
+            raise ConfigurationError(
+                "a transform before the one that corrects for noise averages over "
+                "steps, and takes their noise for independent",
+                "put the one that corrects for noise first, or use a recipe with "
+                "independent noise",
+            )
+        if self.curvature is not None and self.curvature.from_releases:
             raise ConfigurationError(
                 f"probe = {self.curvature.probe!r} learns curvature from releases and "
                 "takes their noise out as if that of every step were its own",
