@@ -247,7 +247,9 @@ def test_gep_needs_a_rule_that_clips_parts():
 # -- what is claimed -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", PRIVATE)
+@pytest.mark.parametrize(
+    "recipe", [name for name in PRIVATE if RECIPES[name].correlation is None]
+)
 def test_an_audit_comes_close_to_the_claim_and_never_exceeds_it(recipe):
     private, sums = neighbours(recipe)
     claim = private.plan.epsilon()

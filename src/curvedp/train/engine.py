@@ -41,7 +41,7 @@ from curvedp.train.guard import (
     refuse_foreign_gradients,
     refuse_processes,
 )
-from curvedp.train.journal import Journal
+from curvedp.train.journal import Journal, group_settings, restore_group_settings
 from curvedp.train.noise import RunNoise
 from curvedp.train.passes import ForwardPrecision, RecordedPass
 from curvedp.train.secret import RunSecret
@@ -391,7 +391,7 @@ class Engine:
         release = self.noise.release(pending, attempt)
         self._open = _Open()
         if self.journal is not None:
-            self.journal.write(release, self._group_settings())
+            self.journal.write(release, group_settings(self.optimizer))
         self.apply(release)
         self.noise.finish(self.step)
 
@@ -425,22 +425,12 @@ class Engine:
         if self.journal is not None:
             while (entry := self.journal.read(self.step)) is not None:
                 release, settings = entry
-                for group, stored in zip(
-                    self.optimizer.param_groups, settings, strict=True
-                ):
-                    group.update(stored)
+                restore_group_settings(self.optimizer, settings)
                 self.noise.replayed(release)
                 self.apply(release)
                 recovered += 1
         self.noise.rejoin(self.step)
         return recovered
-
-    def _group_settings(self) -> list[dict[str, Any]]:
-        """Learning rates and the like, as they are now; public."""
-        return [
-            {k: v for k, v in group.items() if k != "params"}
-            for group in self.optimizer.param_groups
-        ]
 
     def exhausted(self) -> BudgetError:
         """The error for a step beyond the budget."""
