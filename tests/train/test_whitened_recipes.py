@@ -39,6 +39,8 @@ def attach(dataset, recipe, own=None, **options):
     settings = SETTINGS if RECIPES[recipe].probes else {}
     if recipe in WHITENING:
         settings = {**settings, "refresh": 3}
+    if RECIPES[recipe].correlation is not None and "sample_rate" not in options:
+        settings = {"bands": 2}
     if RECIPES[recipe].pretraining is not None:
         public = PublicProbe(examples(60, seed=9))
         settings = {"probes": public, "pretrain_epochs": 1, "pretrain_batch_size": 20}
