@@ -4,8 +4,8 @@
 
 PATH is the Python of an environment with jax-privacy; without it, only our own designs
 are timed. jax-privacy's L-BFGS ends by default as soon as a projected gradient is
-small, after a few steps on long runs. Here it goes on until fifty steps gain less than
-1e-6, so that what is compared is what it can find; both times are given.
+small, which is too early for some workloads. Here it also goes on until fifty steps
+gain less than 1e-6, so that what is compared is what it can find; both are given.
 
 Errors are ``tr(W X^-1)`` with columns of norm 1, computed alike for both in float64.
 """

@@ -5,13 +5,10 @@ import math
 
 import numpy as np
 import pytest
-import scipy.linalg
-import scipy.optimize
 import torch
 
 from curvedp.errors import ConfigurationError
 from curvedp.noise.strategies import (
-    COLUMN_TOLERANCE,
     Banded,
     BandedToeplitz,
     BufferedToeplitz,
@@ -29,6 +26,8 @@ from curvedp.noise.strategies import (
     workload_from_json,
 )
 from curvedp.noise.strategies.participation import pattern_sensitivity
+from curvedp.testing import check_strategy
+from curvedp.testing.noise import dense_optimum, largest_pattern
 
 STEPS, BANDS = 24, 4
 SPECTRUM = NoiseCurve.of([2.0, 1.0, 1.0, 0.3, 0.1, 0.02, -0.5], 0.5)
@@ -61,16 +60,8 @@ KINDS = ["identity", "banded", "blocks", "toeplitz", "blt"]
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestEveryStrategy:
-    def test_columns_are_at_most_one_and_it_is_lower_triangular(self, strategies, kind):
-        c = strategies[kind].materialize()
-        assert c.shape == (STEPS, STEPS)
-        assert np.array_equal(c, np.tril(c))
-        assert np.linalg.norm(c, axis=0).max() <= 1 + COLUMN_TOLERANCE
-        assert strategies[kind].column_norms() == pytest.approx(
-            np.linalg.norm(c, axis=0)
-        )
-        if (bands := strategies[kind].bands) is not None:
-            assert np.array_equal(c, np.triu(c, 1 - bands))
+    def test_it_passes_the_suite_for_strategies(self, strategies, kind):
+        check_strategy(strategies[kind])
 
     def test_streaming_is_the_inverse(self, strategies, kind):
         own = strategies[kind]
@@ -102,6 +93,23 @@ class TestEveryStrategy:
         assert strategies[kind].digest() not in others
 
 
+def test_the_suite_finds_what_is_broken():
+    own = optimise_banded(PrefixSums(), STEPS, BANDS)
+
+    class Forgetful(Banded):
+        def next(self, noise, memory, step):
+            x, memory = super().next(noise, memory, step)
+            return x, memory[:-1]
+
+    class Long(Banded):
+        def materialize(self, steps=None):
+            return 1.01 * super().materialize(steps)
+
+    for kind, said in ((Forgetful, "inverse"), (Long, "norm")):
+        with pytest.raises(AssertionError, match=said):
+            check_strategy(kind(own.arrays()["columns"]))
+
+
 class TestReversedCholesky:
     def test_it_has_the_gram_matrix_and_unit_columns(self):
         gram = banded_gram(optimise_banded(PrefixSums(), STEPS, BANDS))
@@ -129,19 +137,6 @@ class TestReversedCholesky:
             Banded(columns * (1 + 2e-9))
 
 
-def brute_force(gram, participation):
-    n = len(gram)
-    best = 0.0
-    for count in range(1, participation.count(n) + 1):
-        for pattern in itertools.combinations(range(n), count):
-            if all(
-                b - a >= participation.separation
-                for a, b in itertools.pairwise(pattern)
-            ):
-                best = max(best, np.abs(gram[np.ix_(pattern, pattern)]).sum())
-    return math.sqrt(best)
-
-
 class TestSensitivity:
     @pytest.mark.parametrize("separation", [1, 2, 3, 5, 12])
     @pytest.mark.parametrize("most", [1, 2, 4, None])
@@ -151,7 +146,7 @@ class TestSensitivity:
             c = np.tril(np.triu(rng.standard_normal((11, 11)), 1 - bands))
             gram = c.T @ c
             participation = Participation(separation, most)
-            exact = brute_force(gram, participation)
+            exact = largest_pattern(gram, participation)
             bound = pattern_sensitivity(gram, bands, participation)
             assert bound >= exact * (1 - 1e-12)
             if bands <= 2 * separation:
@@ -254,31 +249,6 @@ class TestWorkloads:
     def test_a_learning_rate_that_diverges_is_refused(self):
         with pytest.raises(ConfigurationError, match="diverges"):
             NoiseCurve.of([5.0], 0.5)
-
-
-def dense_optimum(workload, steps, bands):
-    """The same problem by another solver, with a dense inverse: the slow twin."""
-    rows, columns = np.tril_indices(steps, -1)
-    keep = rows - columns < bands
-    rows, columns = rows[keep], columns[keep]
-    w = workload.gram(steps)
-
-    def loss(free):
-        x = np.eye(steps)
-        x[rows, columns] = x[columns, rows] = free
-        try:
-            np.linalg.cholesky(x)
-        except np.linalg.LinAlgError:
-            return 1e12, np.zeros_like(free)
-        inverse = np.linalg.inv(x)
-        slope = -inverse @ w @ inverse
-        return np.trace(w @ inverse), 2 * slope[rows, columns]
-
-    found = scipy.optimize.minimize(
-        loss, np.zeros(len(rows)), jac=True, method="L-BFGS-B",
-        options={"maxiter": 5000, "maxfun": 20000, "ftol": 1e-15, "gtol": 1e-9},
-    )  # fmt: skip
-    return found.fun
 
 
 class TestOptimum:
