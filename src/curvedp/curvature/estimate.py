@@ -157,7 +157,7 @@ def probe_pass(
     It stands on the side of the barrier on which the probe stands.
     """
     device = next(model.parameters()).device
-    drawn = draw(how.probe, how.labels, how.size, generator)
+    drawn = draw(how.probe, how.labels, how.size, generator, device)
     inputs = tree_map(lambda x: _placed(x, model, device), drawn.inputs)
     recording = Recording(model, covered, how.size, keep_inputs=True)
     seed = int(torch.randint(2**31, (1,), generator=generator))
