@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,9 @@ __all__ = [
     "as_storage_error",
     "clear_leftovers",
     "make_folder",
+    "parse_json",
     "read_json",
+    "read_regular",
     "remove_folder",
     "sync_folder",
     "write_atomically",
@@ -160,7 +163,44 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read a JSON file; ``ValueError`` if it is not one."""
     with as_storage_error(path, "read"):
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(read_regular(path).decode("utf-8"))
+
+
+def read_regular(path: Path) -> bytes:
+    """All of a file; ``OSError`` for a pipe or a device, which may never end."""
+    # not to wait for somebody who writes into the pipe
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return file.read()
+
+
+def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
+    """Read JSON as the standard has it, which leaves nothing to be understood two ways.
+
+    Args:
+        text: of one value.
+        constants: whether NaN and Infinity are let through.
+
+    Raises:
+        ValueError: it is not JSON, names a key twice, or is nested too deeply.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            raise ValueError("an object names a key twice")
+        return table
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON number")
+
+    options: dict[str, Any] = {} if constants else {"parse_constant": refuse}
+    try:
+        return json.loads(text, object_pairs_hook=unique, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -80,6 +80,11 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
         header = read_exactly(stream, 4 * dimensions, path)
         shape = struct.unpack(f">{dimensions}I", header)
         size = math.prod(shape)
+        if 0 in shape[1:]:
+            raise DataError(
+                f"{path}: an example is empty, its shape is {shape[1:]}",
+                "every side of an input is 1 or more",
+            )
         refuse_impossible_size(path, size)
         content = read_exactly(stream, size, path)
         if stream.read(1):

@@ -60,6 +60,12 @@ def load_image_folder(
     names = [str(name) for name in classes]
     if len(set(names)) != len(names):
         raise DataError(f"{folder}: a class is listed twice: {names}")
+    for name in names:
+        if name in ("", ".", "..") or set(name) & set("/\\\0"):
+            raise DataError(
+                f"{folder}: {name!r} is not the name of a folder in it",
+                "a class is named by its folder alone, without a path",
+            )
     if channels not in _MODES:
         raise ConfigurationError(f"channels is {channels}", "1 is grey, 3 is colour")
     height, width = _parse_size(image_size)

@@ -83,7 +83,7 @@ def _load(
         _refuse_unknown_options("digits", load_digits, options)
         return load_digits(with_test=with_test)
     path = Path(spec).expanduser()
-    if not path.exists():
+    if not (path.is_file() or path.is_dir()):  # nor a pipe or a device
         raise DataError(
             f"{spec}: there is no such file or folder",
             "give a path, or the built-in name 'digits'",
@@ -95,7 +95,10 @@ def _load(
         )
     if path.is_dir() != (chosen in _FOLDER_FORMATS):
         kind = "folder" if chosen in _FOLDER_FORMATS else "file"
-        raise DataError(f"{path}: the format {chosen!r} needs a {kind}")
+        raise DataError(
+            f"{path}: the format {chosen!r} needs a {kind}",
+            f"give a {kind}, or another format= ({', '.join(FORMATS)})",
+        )
     loader = FORMATS[chosen]
     _refuse_unknown_options(chosen, loader, options)
     return loader(path, **({} if with_test else {"with_test": False}), **options)
