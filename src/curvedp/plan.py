@@ -19,6 +19,7 @@ from curvedp.accounting import (
     get_accountant,
     repeated,
 )
+from curvedp.accounting._validate import check_repeats
 from curvedp.barrier import Relation
 from curvedp.clipping.rules import ClippingRule
 from curvedp.errors import ConfigurationError
@@ -30,6 +31,7 @@ from curvedp.noise import (
     SecureStreams,
 )
 from curvedp.sampling import PoissonSampler
+from curvedp.values import is_number
 
 __all__ = ["DEFAULT_NOISE_SOURCE", "Plan", "SamplingPlan"]
 
@@ -57,7 +59,7 @@ class SamplingPlan:
     public_size: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.sample_rate) and 0 < self.sample_rate <= 1):
+        if not (is_number(self.sample_rate) and 0 < self.sample_rate <= 1):
             raise ConfigurationError(
                 f"sample_rate must be above 0 and at most 1, not {self.sample_rate!r}",
                 "it is the expected batch size divided by the number of examples",
@@ -66,12 +68,15 @@ class SamplingPlan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(
-                    f"{name} must be a whole number from 1 on, not {value!r}"
+                    f"{name} must be a whole number from 1 on, not {value!r}",
+                    "declare how many there are",
                 )
+            check_repeats(value, name)
         size = self.expected_batch_size
-        if not (math.isfinite(size) and size > 0):
+        if not (is_number(size) and size > 0):
             raise ConfigurationError(
-                f"expected_batch_size must be a positive number, not {size!r}"
+                f"expected_batch_size must be a positive number, not {size!r}",
+                "declare a number near the batch size you expect",
             )
 
     @classmethod
@@ -87,7 +92,8 @@ class SamplingPlan:
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(
-                    f"{name} must be a whole number from 1 on, not {value!r}"
+                    f"{name} must be a whole number from 1 on, not {value!r}",
+                    "declare how many there are",
                 )
         if batch_size > size:
             raise ConfigurationError(
@@ -345,7 +351,7 @@ def _choose_relation(
 
 
 def _check_delta(delta: float, sampling: SamplingPlan, allow_large: bool) -> None:
-    if not (math.isfinite(delta) and 0 < delta < 1):
+    if not (is_number(delta) and 0 < delta < 1):
         raise ConfigurationError(
             f"delta must be between 0 and 1, not {delta!r}", "1e-5 is a common choice"
         )

@@ -8,13 +8,29 @@ from curvedp.errors import ConfigurationError
 from curvedp.values import is_number, is_whole
 
 __all__ = [
+    "MOST_STEPS",
     "check_count",
     "check_delta",
     "check_epsilon",
     "check_noise",
     "check_rate",
+    "check_repeats",
     "check_sampled",
 ]
+
+
+MOST_STEPS = 2**31
+"""More than any run makes. Accountants need memory that grows with the steps."""
+
+
+def check_repeats(count: int, name: str) -> None:
+    """Refuse more of an event than any run makes."""
+    check_count(count, name)
+    if count > MOST_STEPS:
+        raise ConfigurationError(
+            f"{name} is larger than {MOST_STEPS}, more than any run makes",
+            "give the number of noisy steps of the run",
+        )
 
 
 def check_epsilon(epsilon: float) -> None:
@@ -57,7 +73,8 @@ def check_count(count: object, name: str, *, at_least: int = 0) -> None:
     """Refuse what does not count anything."""
     if not is_whole(count, at_least):
         raise ConfigurationError(
-            f"{name} is {count!r}, not a whole number of at least {at_least}"
+            f"{name} is {count!r}, not a whole number of at least {at_least}",
+            "give a count",
         )
 
 

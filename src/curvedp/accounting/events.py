@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from curvedp.accounting._validate import (
-    check_count,
+    check_repeats,
     check_noise,
     check_rate,
 )
@@ -148,7 +148,7 @@ class ComposedEvent(Event):
         for event, count in self.parts:
             if not isinstance(event, Event):
                 raise ConfigurationError(f"{event!r} is not an event")
-            check_count(count, "the count of an event")
+            check_repeats(count, "the count of an event")
 
     def leaves(self) -> Iterator[tuple[Event, int]]:
         """The events that are not compositions, with counts multiplied out."""

@@ -40,6 +40,7 @@ from curvedp.accounting.records import (
 )
 from curvedp.errors import LedgerError, StorageError
 from curvedp.locks import try_lock
+from curvedp.storage import read_regular
 
 __all__ = [
     "Ledger",
@@ -134,7 +135,7 @@ class Ledger(LedgerRecord):
         """
         target = Path(path)
         try:
-            descriptor = os.open(target, _FLAGS)
+            descriptor = os.open(target, _FLAGS | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
             raise _missing(target) from None
         except OSError as error:
@@ -303,7 +304,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         raise _missing(path) from None
     except OSError as error:

@@ -20,7 +20,8 @@ from types import MappingProxyType
 from typing import Any
 
 from curvedp.accounting._validate import (
-    check_count,
+    MOST_STEPS,
+    check_repeats,
     check_delta,
     check_epsilon,
 )
@@ -33,6 +34,7 @@ from curvedp.errors import (
     LedgerError,
     NotPrivateError,
 )
+from curvedp.storage import parse_json
 from curvedp.values import is_whole
 
 __all__ = [
@@ -60,6 +62,7 @@ KIND = "curvedp-ledger"
 VERSION = 2
 _UNCHAINED = 1  # still read, and continued as it is
 
+_MOST_MISSING = 10**6
 _ALWAYS_PRIVATE = frozenset(
     {"loss", "train_loss", "batch_count", "batch_counts", "clip_fraction", "grad_norm"}
 )
@@ -98,7 +101,7 @@ class LedgerHeader:
         if self.target_epsilon is not None:
             check_epsilon(self.target_epsilon)
         if self.planned_steps is not None:
-            check_count(self.planned_steps, "planned_steps")
+            check_repeats(self.planned_steps, "planned_steps")
         get_accountant(
             self.accountant
         )  # an unknown name is an error now, not at the end
@@ -232,8 +235,17 @@ class LedgerRecord:
         return tuple(sorted(self._attempts))
 
     def missing_steps(self, first: int = 0) -> tuple[int, ...]:
-        """Steps from ``first`` to the last paid one that nobody paid for."""
+        """Steps from ``first`` to the last paid one that nobody paid for.
+
+        Raises:
+            LedgerError: there are more of them than any run could have left out.
+        """
         last = max(self._attempts, default=first - 1)
+        if last - first - len(self._attempts) > _MOST_MISSING:
+            raise LedgerError(
+                f"{self.path} pays for step {last} and for next to none before it",
+                "the ledger was changed or damaged; restore it from a copy",
+            )
         return tuple(s for s in range(first, last + 1) if s not in self._attempts)
 
     def is_gapless(self, first: int = 0) -> bool:
@@ -329,9 +341,10 @@ def parse_ledger(path: Path, content: bytes) -> tuple[LedgerRecord, int]:
 
 def _parse_header(path: Path, line: bytes) -> LedgerRecord:
     try:
-        data = json.loads(line)
-    except ValueError:
-        raise _foreign(path, "its first line is not JSON") from None
+        data = parse_json(line)
+    except ValueError as error:
+        why = "is not JSON" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise _foreign(path, f"its first line {why}") from None
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise _foreign(path, f"its first line does not say kind {KIND!r}")
     if data.get("version") not in (_UNCHAINED, VERSION):
@@ -341,19 +354,21 @@ def _parse_header(path: Path, line: bytes) -> LedgerRecord:
             "read it with the version of curvedp that wrote it",
         )
     try:
+        if not all(isinstance(data[n], str) for n in ("run_id", "relation", "unit")):
+            raise LedgerError("run_id, relation and unit are texts")
         record = LedgerRecord(path, LedgerHeader.from_json(data))
         record.chained = data["version"] != _UNCHAINED
         _check_chain(record, data)
         return record
     except KeyError as error:
-        raise LedgerError(f"{path}, line 1: the header has no {error}") from None
+        raise _damaged(path, 1, LedgerError(f"the header has no {error}")) from None
     except (CurvedpError, TypeError, ValueError) as error:
         raise _damaged(path, 1, error) from error
 
 
 def _parse_line(record: LedgerRecord, line: bytes, number: int) -> None:
     try:
-        data = json.loads(line)
+        data = parse_json(line)
         if not isinstance(data, dict):
             raise LedgerError("it is no JSON object")
         _check_chain(record, data)
@@ -371,7 +386,7 @@ def _parse_line(record: LedgerRecord, line: bytes, number: int) -> None:
                 time=str(data.get("time", "")),
             )
         )
-    except (CurvedpError, TypeError, ValueError) as error:
+    except (CurvedpError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(record.path, number, error) from error
 
 
@@ -408,6 +423,8 @@ def _whole(data: Mapping[str, Any], name: str) -> int:
     value = data.get(name)
     if not is_whole(value):
         raise LedgerError(f"{name} is {value!r}, not a whole number")
+    if data[name] > MOST_STEPS:
+        raise LedgerError(f"{name} is more than any run has")
     return int(data[name])
 
 

@@ -89,7 +89,7 @@ def _load(
             "give a path, or the built-in name 'digits'",
         )
     chosen = _recognise(path) if format is None else format
-    if chosen not in FORMATS:
+    if not isinstance(chosen, str) or chosen not in FORMATS:
         raise ConfigurationError(
             f"unknown data format {chosen!r}", f"choose one of: {', '.join(FORMATS)}"
         )
@@ -98,6 +98,10 @@ def _load(
         raise DataError(
             f"{path}: the format {chosen!r} needs a {kind}",
             f"give a {kind}, or another format= ({', '.join(FORMATS)})",
+        )
+    if not isinstance(options.get("test", ""), str | Path):
+        raise ConfigurationError(
+            f"{path}: test is {options['test']!r}", "give the path of the test file"
         )
     loader = FORMATS[chosen]
     _refuse_unknown_options(chosen, loader, options)

@@ -57,6 +57,10 @@ def load_npz(
     Raises:
         DataError: If the file, an array or the declaration is not usable.
     """
+    if num_classes is not None and not is_whole(num_classes):
+        raise DataError(
+            f"{path}: num_classes is {num_classes!r}", "declare a whole number"
+        )
     kind = _declared_task(path, task, num_classes)
     scale = None if target_range is None else parse_range("target_range", target_range)
     arrays = read_npz(path, leave_out=() if with_test else _TEST_ARRAYS)

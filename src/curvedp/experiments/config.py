@@ -21,6 +21,7 @@ In a config file::
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -87,6 +88,7 @@ _RUN_TYPES: dict[str, tuple[type, ...]] = {
     "loss": (str,),
     "show_private_training_loss": (bool,),
 }
+_DEEPEST = 8
 _WORDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 
 
@@ -166,6 +168,13 @@ class RunConfig:
             raise ConfigurationError(
                 "the run names no data", "give --data digits, a file or a folder"
             )
+        for name in ("model", "recipe", "public_data", "validation_data"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)!r}", "give a name as text"
+                )
+        for item in fields(self):
+            _refuse_absurd(item.name, getattr(self, item.name))
         _check_types("privacy", self.privacy, _PRIVACY_TYPES)
         _check_types("run", self._run_settings(), _RUN_TYPES)
         self.configured_recipe()
@@ -249,7 +258,7 @@ class RunConfig:
         _refuse_unknown("[run]", run, list(_RUN_TYPES))
         if isinstance(run.get("metrics"), str):
             run["metrics"] = [run["metrics"]]
-        if "metrics" in run:
+        if isinstance(run.get("metrics"), list):
             run["metrics"] = tuple(run["metrics"])
         given = {k: v for k, v in {**given, **run}.items() if v is not None}
         return cls(**{"data": "", **given})
@@ -368,6 +377,23 @@ def _check_types(
             raise ConfigurationError(
                 f"{name} is {value!r}", f"use {_WORDS.get(wanted[0], 'a list')}"
             )
+
+
+def _refuse_absurd(name: str, value: Any, depth: int = 0) -> None:
+    """Refuse numbers that no setting has, and tables within tables within tables."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigurationError(f"{name} is a number of 64 bits or more", "use less")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigurationError(f"{name} has the value {value}", "use a finite number")
+    inside = (
+        value.values()
+        if isinstance(value, Mapping)
+        else (value if isinstance(value, list | tuple) else ())
+    )
+    if depth > _DEEPEST:
+        raise ConfigurationError(f"{name} is nested too deeply", "use plain values")
+    for item in inside:
+        _refuse_absurd(name, item, depth + 1)
 
 
 def _one_of(what: str, names: Any, known: Any) -> None:
