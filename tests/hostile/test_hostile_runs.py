@@ -268,7 +268,7 @@ def composed(count, levels=1):
     return event
 
 
-EVENTS += [composed(-1), composed(1.5), composed(10**30), composed(10**5, 9), composed(1, 400)]
+EVENTS += [composed(-1), composed(1.5), composed(10**30), composed(10**5, 9), composed(1, 100)]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=range(len(EVENTS)))

@@ -80,6 +80,7 @@ class Ledger(LedgerRecord):
         self._attempts = record._attempts
         self._descriptor: int | None = descriptor
         self._size = size
+        self._process = os.getpid()
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], header: LedgerHeader) -> Ledger:
@@ -246,6 +247,11 @@ class Ledger(LedgerRecord):
             raise LedgerError(
                 f"{self.path} is closed, and its lock is released",
                 "attach the run again, or open the ledger with Ledger.open",
+            )
+        if os.getpid() != self._process:  # a fork shares the lock, and must not write
+            raise LedgerError(
+                f"{self.path} belongs to the process that was forked",
+                "attach the run in the process that trains it",
             )
         held = os.fstat(self._descriptor)
         try:

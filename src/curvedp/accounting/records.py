@@ -354,8 +354,9 @@ def _parse_header(path: Path, line: bytes) -> LedgerRecord:
             "read it with the version of curvedp that wrote it",
         )
     try:
-        if not all(isinstance(data[n], str) for n in ("run_id", "relation", "unit")):
-            raise LedgerError("run_id, relation and unit are texts")
+        for name in ("run_id", "relation", "unit", "accountant"):
+            if not isinstance(data.get(name, ""), str):
+                raise LedgerError(f"{name} is no text")
         record = LedgerRecord(path, LedgerHeader.from_json(data))
         record.chained = data["version"] != _UNCHAINED
         _check_chain(record, data)

@@ -45,6 +45,7 @@ results = Console(highlight=False, emoji=False)
 log = Console(stderr=True, highlight=False, emoji=False)
 
 INTERRUPTED = 130
+_LONGEST = 1500
 #: Exit code of an error that nobody foresaw.
 INTERNAL = 70
 
@@ -133,7 +134,8 @@ def _print_error(error: CurvedpError) -> None:
 
 
 def _printable(text: str) -> str:
-    """Without the codes by which a file's name could command the terminal."""
+    """Without the codes by which a file's name could command the terminal, and cut."""
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 

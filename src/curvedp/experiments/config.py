@@ -173,6 +173,9 @@ class RunConfig:
                 raise ConfigurationError(
                     f"{name} is {getattr(self, name)!r}", "give a name as text"
                 )
+        for name in (*_OPTIONS.values(), "privacy"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigurationError(f"{name} is no table", "give names and values")
         for item in fields(self):
             _refuse_absurd(item.name, getattr(self, item.name))
         _check_types("privacy", self.privacy, _PRIVACY_TYPES)
@@ -271,7 +274,9 @@ class RunConfig:
     def from_json(cls, stored: Mapping[str, Any]) -> RunConfig:
         """Read what :meth:`to_json` wrote."""
         _refuse_unknown("the stored run", stored, [f.name for f in fields(cls)])
-        return cls(**{**stored, "metrics": tuple(stored.get("metrics", ()))})
+        metrics = stored.get("metrics", [])
+        given = tuple(metrics) if isinstance(metrics, list) else metrics
+        return cls(**{**stored, "metrics": given})
 
     def settled(self) -> RunConfig:
         """With every default that must not change later: seed, sampling, full paths."""

@@ -17,6 +17,7 @@ the secret part from a cryptographic generator. A mechanism asks either of them 
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -82,6 +83,7 @@ class RandomStreams:
         )
         self._drawn: set[tuple[int, ...]] = set()
         self._graphed: GraphedNormals | None = None
+        self._process = os.getpid()
 
     def draw_in_graphs(self) -> None:
         """Draw noise on a GPU in one launch: the same numbers with less waiting."""
@@ -94,6 +96,7 @@ class RandomStreams:
             CurvedpError: noise was drawn at this address before.
         """
         if stream is Stream.NOISE:
+            self._refuse_fork()
             if address in self._drawn:
                 raise drawn_before(address)
             self._drawn.add(address)
@@ -163,6 +166,15 @@ class RandomStreams:
     ) -> np.random.SeedSequence:
         entropy = self._secret if stream.is_secret else self.seed
         return np.random.SeedSequence(entropy, spawn_key=(stream.value, *address))
+
+    def _refuse_fork(self) -> None:
+        """A forked process has the same secret, and would draw the same noise."""
+        if os.getpid() != self._process:
+            raise CurvedpError(
+                "these random streams belong to the process that was forked; noise "
+                "drawn in both would be the same, and two releases would cancel it",
+                "make the run private in the process that trains it",
+            )
 
     def __repr__(self) -> str:
         kind = "unsafe, reproducible" if self.is_unsafe else "operating system"
