@@ -61,7 +61,10 @@ def refused(tmp_path, monkeypatch):
 def trained_once(tmp_path_factory):
     """A finished run of a tiny table, made once."""
     folder = tmp_path_factory.mktemp("trained")
-    rows = ["a,b,y", *(f"{k % 7},{'uv'[k % 2]},{'no yes'.split()[k % 2]}" for k in range(40))]
+    rows = [
+        "a,b,y",
+        *(f"{k % 7},{'uv'[k % 2]},{['no', 'yes'][k % 2]}" for k in range(40)),
+    ]
     (folder / "table.csv").write_text("\n".join(rows) + "\n")
     (folder / "config.toml").write_text(TABLE.format(source=folder / "table.csv"))
     flags = ["train", "--config", folder / "config.toml", "--model", "logreg", *PRIVACY]

@@ -82,7 +82,9 @@ def test_packed_idx(refused, tmp_path, content):
     refused.train(folder)
 
 
-@pytest.mark.parametrize("content", [b"", bytes(3072), bytes(3073 * 2 - 1), b"\x0b" * 3073])
+@pytest.mark.parametrize(
+    "content", [b"", bytes(3072), bytes(3073 * 2 - 1), b"\x0b" * 3073]
+)
 def test_cifar(refused, tmp_path, content):
     (tmp_path / "cifar").mkdir()
     (tmp_path / "cifar" / "data_batch_1.bin").write_bytes(content)
@@ -95,7 +97,9 @@ def test_pickled_cifar_is_not_opened(refused, tmp_path, trap):
     assert "binary version" in refused.train(tmp_path / "cifar")
 
 
-@pytest.mark.parametrize("suffix", ["pkl", "pickle", "pt", "pth", "joblib", "npy", "PKL"])
+@pytest.mark.parametrize(
+    "suffix", ["pkl", "pickle", "pt", "pth", "joblib", "npy", "PKL"]
+)
 def test_pickles_by_name(refused, tmp_path, suffix, trap):
     (tmp_path / f"data.{suffix}").write_bytes(pickle.dumps(Trap(trap)))
     refused.train(tmp_path / f"data.{suffix}", "num_classes=3")
@@ -260,7 +264,9 @@ def test_images(refused, tmp_path, content):
     assert "one.png" in message
 
 
-@pytest.mark.parametrize("name", ["../secrets", "..", ".", "/etc", "cat/../..", "", "a\\0"])
+@pytest.mark.parametrize(
+    "name", ["../secrets", "..", ".", "/etc", "cat/../..", "", "a\\0"]
+)
 def test_classes_cannot_leave_the_folder(refused, tmp_path, name):
     for folder in ("pictures/cat", "secrets"):
         (tmp_path / folder).mkdir(parents=True)

@@ -125,7 +125,9 @@ def test_names_that_try_imports(refused, tmp_path, name, trap):
     assert not {"antigravity", "this", "webbrowser", "pty"} & (set(sys.modules) - known)
 
 
-@pytest.mark.parametrize("name", ["os:system", "../dp-sgd", "dp_sgd", "__class__", "\x1b[2J"])
+@pytest.mark.parametrize(
+    "name", ["os:system", "../dp-sgd", "dp_sgd", "__class__", "\x1b[2J"]
+)
 def test_recipes_that_try_imports(refused, name):
     refused("train", "--data", "digits", *DIGITS, "--recipe", name)
 

@@ -61,9 +61,23 @@ CONFIG = {
     "data": [3, [], {}, "", None, "/dev/zero", "../nowhere", "\x00"],
     "model": [3, [], {}, "os:system", "subprocess:getoutput", "torch:load", "x" * 5000],
     "model_options": [3, [], "x", {"a": 1}, {"self": 1}],
-    "data_options": [3, [], "x", {"test": "/dev/zero"}, {"with_test": 1}, {"a": 10**400}],
+    "data_options": [
+        3,
+        [],
+        "x",
+        {"test": "/dev/zero"},
+        {"with_test": 1},
+        {"a": 10**400},
+    ],
     "recipe": [3, [], {}, "", "os:system"],
-    "recipe_settings": [3, [], "x", {"clip_norm": 10**400}, {"mode": "x"}, {"mode": []}],
+    "recipe_settings": [
+        3,
+        [],
+        "x",
+        {"clip_norm": 10**400},
+        {"mode": "x"},
+        {"mode": []},
+    ],
     "privacy": [3, [], "x", {}, {"epsilon": "x"}, {"steps": 10**30}],
     "metrics": [3, "x", [3], [[]], {}],
     "seed": ["x", -1, 10**400, [], 1.5],
@@ -148,7 +162,9 @@ HEADERS = {
     "a shape that lies": safetensors({"w": entry([10**9, 10**9], 0, 4)}, bytes(4)),
     "a shape that overflows": safetensors({"w": entry([2**63, 2**63], 0, 4)}, bytes(4)),
     "an unknown type": safetensors({"w": entry([1], 0, 4, "PICKLE")}, bytes(4)),
-    "overlapping": safetensors({"v": entry([1], 0, 4), "w": entry([1], 0, 4)}, bytes(4)),
+    "overlapping": safetensors(
+        {"v": entry([1], 0, 4), "w": entry([1], 0, 4)}, bytes(4)
+    ),
     "a gap": safetensors({"w": entry([1], 4, 8)}, bytes(8)),
     "bytes at the end": safetensors({"w": entry([1], 0, 4)}, bytes(40)),
     "no tensors": safetensors({}),
@@ -201,7 +217,9 @@ def test_a_state_with_a_checksum_that_fits(refused, trained, state):
     assert newest(trained).name in refused("resume", trained)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "3", DEEP, '{"kind": NaN}', '{"kind": []}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "3", DEEP, '{"kind": NaN}', '{"kind": []}']
+)
 def test_checkpoint_json(refused, trained, content):
     unfinished(trained)
     (newest(trained) / "checkpoint.json").write_text(content)
@@ -268,13 +286,21 @@ def composed(count, levels=1):
     return event
 
 
-EVENTS += [composed(-1), composed(1.5), composed(10**30), composed(10**5, 9), composed(1, 100)]
+EVENTS += [
+    composed(-1),
+    composed(1.5),
+    composed(10**30),
+    composed(10**5, 9),
+    composed(1, 100),
+]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=range(len(EVENTS)))
 def test_events_of_a_ledger(refused, trained, event):
     path = forged(trained, lambda lines: lines[2].update(event=event))
-    assert "ledger.jsonl, line 3" in refused("privacy", "spent", path) or "count" in str(event)
+    assert "ledger.jsonl, line 3" in refused(
+        "privacy", "spent", path
+    ) or "count" in str(event)
 
 
 FIELDS = [
@@ -309,7 +335,9 @@ def test_lines_of_a_ledger(refused, trained):
         assert "ledger.jsonl, line 3" in refused("privacy", "spent", path)
         path.write_bytes((bad + "".join(lines)).encode("utf-8", "surrogateescape"))
         refused("privacy", "spent", path)
-    path.write_text(lines[0].replace('"kind"', '"kind": 1, "kind"') + "".join(lines[1:]))
+    path.write_text(
+        lines[0].replace('"kind"', '"kind": 1, "kind"') + "".join(lines[1:])
+    )
     assert "twice" in refused("privacy", "spent", path)
 
 

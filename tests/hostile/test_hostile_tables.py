@@ -97,7 +97,13 @@ def test_json_lines(table, case):
 def test_packed_tables(table, suffix):
     pack = {"gz": gzip.compress, "xz": lzma.compress}[suffix]
     whole = pack(GOOD)
-    for content in (GOOD, whole[: len(whole) // 2], whole[:7], b"", pack(GOOD + b"1\n")):
+    for content in (
+        GOOD,
+        whole[: len(whole) // 2],
+        whole[:7],
+        b"",
+        pack(GOOD + b"1\n"),
+    ):
         table(content, f"table.csv.{suffix}")
 
 

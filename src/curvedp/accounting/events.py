@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from curvedp.accounting._validate import (
-    check_repeats,
     check_noise,
     check_rate,
+    check_repeats,
 )
 from curvedp.errors import ConfigurationError, UnknownEventError
 from curvedp.values import is_number

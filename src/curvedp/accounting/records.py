@@ -21,9 +21,9 @@ from typing import Any
 
 from curvedp.accounting._validate import (
     MOST_STEPS,
-    check_repeats,
     check_delta,
     check_epsilon,
+    check_repeats,
 )
 from curvedp.accounting.accountants import Accountant, get_accountant
 from curvedp.accounting.events import ComposedEvent, Event, event_from_json, tally

@@ -116,7 +116,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _internal(error: Exception) -> CurvedpError:
-    """An error of ours. Its text may quote a private record, so only its place is said."""
+    """An error of ours: only its place, as its text may quote a private record."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
     return CurvedpError(

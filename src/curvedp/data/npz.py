@@ -113,7 +113,9 @@ def read_npz(path: Path, leave_out: tuple[str, ...] = ()) -> dict[str, np.ndarra
                     continue
                 name = member.filename.removesuffix(".npy")
                 if name in members:
-                    raise DataError(f"{path}: array {name!r} is there twice", _WRITE_AGAIN)
+                    raise DataError(
+                        f"{path}: array {name!r} is there twice", _WRITE_AGAIN
+                    )
                 members[name] = member
             wanted = {n: m for n, m in members.items() if n not in leave_out}
             unpacked = sum(member.file_size for member in wanted.values())
