@@ -49,7 +49,10 @@ RUN_JSON = {
 
 
 @pytest.mark.parametrize("case", RUN_JSON)
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    ["resume", *(pytest.param(c, marks=pytest.mark.slow) for c in COMMANDS[1:])],
+)
 def test_run_json(refused, trained, command, case):
     unfinished(trained)
     content = RUN_JSON[case].encode("utf-8", "surrogatepass")
@@ -90,6 +93,7 @@ CONFIG = {
 CHANGES = [(name, value) for name, values in CONFIG.items() for value in values]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), CHANGES, ids=lambda v: str(v)[:16])
 def test_the_config_in_run_json(refused, trained, name, value, trap):
     unfinished(trained)
@@ -192,7 +196,9 @@ def newest(run):
 
 
 @pytest.mark.parametrize("case", HEADERS)
-@pytest.mark.parametrize("file", ["model", "state"])
+@pytest.mark.parametrize(
+    "file", ["model", pytest.param("state", marks=pytest.mark.slow)]
+)
 def test_safetensors_with_checksums_that_fit(refused, trained, file, case):
     unfinished(trained)
     (newest(trained) / f"{file}.safetensors").write_bytes(HEADERS[case])
@@ -238,7 +244,7 @@ def test_files_that_never_end(refused, trained):
     for name in ("run.json", "ledger.jsonl", "checkpoints/{}/checkpoint.json"):
         path = trained / name.format(newest(trained).name)
         content = path.read_bytes()
-        for make in (lambda p: os.mkfifo(p), lambda p: p.symlink_to("/dev/zero")):
+        for make in (os.mkfifo, lambda p: p.symlink_to("/dev/zero")):
             path.unlink()
             make(path)
             refused("resume", trained)
@@ -317,6 +323,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "name", "value"), FIELDS, ids=lambda v: str(v)[:16])
 def test_fields_of_a_ledger(refused, trained, line, name, value):
     path = forged(trained, lambda lines: lines[line].update({name: value}))
@@ -329,7 +336,8 @@ def test_lines_of_a_ledger(refused, trained):
     path = trained / "ledger.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     for bad in (DEEP + "\n", "[" * 5000 + "]" * 5000 + "\n", "{}\n", "\n", "\x00\n",
-                '{"seq": NaN}\n', '{"seq": ' + "1" * 5000 + "}\n", "\udcff\n"):  # fmt: skip
+                '{"seq": NaN}\n', '{"seq": ' + "1" * 5000 + "}\n",
+                "\udcff\n"):  # fmt: skip
         text = "".join([*lines[:2], bad, *lines[2:]])
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
         assert "ledger.jsonl, line 3" in refused("privacy", "spent", path)

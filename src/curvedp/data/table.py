@@ -192,7 +192,7 @@ class RowReader:
 
 
 def _is_plain(cell: object) -> bool:
-    """Whether a cell may be a number: Python alone reads 1_0 and digits of all scripts."""
+    """Whether a cell may be a number; 1_0 and digits of other scripts are none."""
     if isinstance(cell, str):
         return cell.isascii() and "_" not in cell
     return isinstance(cell, int | float) and not isinstance(cell, bool)

@@ -199,7 +199,7 @@ def resume_run(
             return _stored_result(folder, stored)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigurationError(
-                f"{folder.result} is damaged or foreign: {type(error).__name__} {error}",
+                f"{folder.result} is damaged or foreign: {error!r}",
                 "remove it and resume the run; its checkpoint is untouched",
             ) from error
     with sole_writer(run_dir):
