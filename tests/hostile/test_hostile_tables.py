@@ -78,7 +78,6 @@ JSON = {
     "a large integer": b'{"a": ' + b"9" * 4000 + b', "b": "u", "y": "no"}\n',
     "a list for a number": b'{"a": [1], "b": "u", "y": "no"}\n',
     "an object for a number": b'{"a": {"$gt": 0}, "b": "u", "y": "no"}\n',
-    "true for a number": b'{"a": true, "b": "u", "y": "no"}\n',
     "a key twice": b'{"a": 1, "a": 2, "b": "u", "y": "no"}\n',
     "a key missing": b'{"a": 1, "y": "no"}\n',
     "null": b'{"a": null, "b": "u", "y": "no"}\n',
@@ -110,8 +109,8 @@ def test_packed_tables(table, suffix):
 @pytest.mark.parametrize("suffix", ["gz", "xz"])
 def test_a_packed_bomb(table, suffix, monkeypatch):
     pack = {"gz": gzip.compress, "xz": lzma.compress}[suffix]
-    monkeypatch.setattr("curvedp.data.files.HARMLESS_BYTES", 1 << 20)
-    bomb = pack(GOOD + b"1,u,no\n" * 400_000)
+    monkeypatch.setattr("curvedp.data.files.HARMLESS_BYTES", 1 << 16)
+    bomb = pack(GOOD + b"1,u,no\n" * 100_000)
     message = table(bomb, f"table.csv.{suffix}")
     assert "256 times its size" in message and "unpack it first" in message
 
@@ -148,6 +147,7 @@ def test_csv_to_predict_from(refused, trained, tmp_path, case):
     assert "new.csv" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", JSON)
 def test_json_lines_to_predict_from(refused, trained, tmp_path, case):
     (tmp_path / "new.jsonl").write_bytes(JSON[case])

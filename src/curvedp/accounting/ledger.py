@@ -29,13 +29,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from curvedp.accounting.chains import dump_lines
 from curvedp.accounting.events import Event
 from curvedp.accounting.records import (
     LedgerHeader,
     LedgerRecord,
     Note,
     Payment,
-    dump_lines,
     parse_ledger,
 )
 from curvedp.errors import LedgerError, StorageError

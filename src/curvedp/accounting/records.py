@@ -11,9 +11,8 @@ elsewhere and looked for again.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +25,7 @@ from curvedp.accounting._validate import (
     check_repeats,
 )
 from curvedp.accounting.accountants import Accountant, get_accountant
+from curvedp.accounting.chains import chain_of
 from curvedp.accounting.events import ComposedEvent, Event, event_from_json, tally
 from curvedp.barrier import Relation
 from curvedp.errors import (
@@ -405,12 +405,6 @@ def _check_chain(record: LedgerRecord, data: Mapping[str, Any]) -> None:
     record._chains.append(due)
 
 
-def chain_of(content: Mapping[str, Any], previous: str) -> str:
-    """SHA-256 of the previous line's chain and this line's canonical JSON."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256((previous + text).encode()).hexdigest()
-
-
 def _damaged(path: Path, number: int, error: Exception) -> LedgerError:
     problem = getattr(error, "problem", str(error))
     return LedgerError(
@@ -433,36 +427,3 @@ def _foreign(path: Path, why: str) -> LedgerError:
     return LedgerError(
         f"{path} is not a curvedp ledger: {why}", "give the path of a run's ledger"
     )
-
-
-def dump_lines(
-    entries: Iterable[LedgerHeader | Payment | Note],
-    previous: str = "",
-    *,
-    chained: bool = True,
-) -> tuple[bytes, list[str]]:
-    """The entries as lines of the file.
-
-    Args:
-        entries: what the lines say.
-        previous: the chain of the line before them; empty before the header.
-        chained: whether the lines carry their chain; those of version 1 do not.
-
-    Returns:
-        The lines, and the chain of each of them.
-    """
-    lines, chains = [], []
-    try:
-        for entry in entries:
-            content = entry.to_json()
-            previous = chain_of(content, previous)
-            chains.append(previous)
-            if chained:
-                content["chain"] = previous
-            lines.append(json.dumps(content, allow_nan=False) + "\n")
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"not a JSON value in the ledger: {error}",
-            "facts and events are numbers, strings, lists and objects of these",
-        ) from None
-    return "".join(lines).encode(), chains

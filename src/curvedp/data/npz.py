@@ -118,6 +118,8 @@ def read_npz(path: Path, leave_out: tuple[str, ...] = ()) -> dict[str, np.ndarra
                     )
                 members[name] = member
             wanted = {n: m for n, m in members.items() if n not in leave_out}
+            for name, member in wanted.items():
+                _refuse_impossible(f"{path}: array {name!r}", member)
             unpacked = sum(member.file_size for member in wanted.values())
             refuse_bomb(path, unpacked, "if you trust it, pack it by numpy.savez")
             for name, member in wanted.items():
@@ -142,12 +144,15 @@ def read_npz(path: Path, leave_out: tuple[str, ...] = ()) -> dict[str, np.ndarra
     return arrays
 
 
+def _refuse_impossible(place: str, member: zipfile.ZipInfo) -> None:
+    if member.file_size > member.compress_size * MAX_DEFLATE_RATIO + _HEADER_ALLOWANCE:
+        raise DataError(f"{place} claims more than the file holds", _WRITE_AGAIN)
+
+
 def _read_member(
     path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo
 ) -> np.ndarray:
     place = f"{path}: array {member.filename.removesuffix('.npy')!r}"
-    if member.file_size > member.compress_size * MAX_DEFLATE_RATIO + _HEADER_ALLOWANCE:
-        raise DataError(f"{place} claims more than the file holds", _WRITE_AGAIN)
     with archive.open(member) as stream:
         version = np.lib.format.read_magic(stream)
         if version == (1, 0):
@@ -164,7 +169,9 @@ def _read_member(
                 "only plain numbers are read: objects are pickles, which run code",
             )
         if not all(is_whole(side) for side in shape) or len(shape) > _MAX_DIMENSIONS:
-            raise DataError(f"{place} claims shape {brief(shape)}", _WRITE_AGAIN)
+            raise DataError(
+                f"{place} claims the dimensions {brief(shape)}", _WRITE_AGAIN
+            )
         if math.prod(shape) * dtype.itemsize > member.file_size - stream.tell():
             raise DataError(
                 f"{place} claims shape {shape}, more than the file holds", _WRITE_AGAIN

@@ -195,7 +195,7 @@ def _is_plain(cell: object) -> bool:
     """Whether a cell may be a number; 1_0 and digits of other scripts are none."""
     if isinstance(cell, str):
         return cell.isascii() and "_" not in cell
-    return isinstance(cell, int | float) and not isinstance(cell, bool)
+    return isinstance(cell, int | float)
 
 
 def _word(cell: object) -> str:

@@ -75,7 +75,7 @@ def _import_factory(name: str) -> Callable[..., Any]:
         raise no_factory  # not even imported
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigurationError(
-            f"the model {name} does not name a module",
+            f"the model {name} cannot be imported: {module_name!r} names no module",
             "write module:factory, with dots and no slashes in the module's name",
         )
     here = str(Path.cwd())

@@ -12,7 +12,6 @@ import contextlib
 import math
 import shutil
 import socket
-import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from curvedp.errors import (
     missing_extra,
 )
 from curvedp.experiments.sweeps.config import SweepConfig, is_whole_setting
+from curvedp.experiments.sweeps.files import refuse_foreign_file
 from curvedp.locks import sole_writer
 from curvedp.recipes import Choice
 from curvedp.values import is_whole
@@ -291,36 +291,8 @@ def _optuna() -> Any:
     return optuna
 
 
-def _refuse_foreign_file(url: str) -> None:
-    """Refuse a database of something else, before optuna adds its tables to it."""
-    file = Path(url.removeprefix("sqlite:///").partition("?")[0])
-    if (
-        not url.startswith("sqlite:///")
-        or not file.is_file()
-        or not file.stat().st_size
-    ):
-        return
-    try:
-        with contextlib.closing(
-            sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
-        ) as database:
-            listed = database.execute(
-                "select name from sqlite_master where type = 'table' limit 1000"
-            ).fetchall()
-    except sqlite3.OperationalError:
-        return  # in use at this moment, or unreadable, which optuna will say
-    except sqlite3.DatabaseError as error:
-        raise StorageError(
-            f"{file} is not a database: {error}", "choose another --storage"
-        ) from error
-    if listed and not {"studies", "trials", "version_info"} <= {n for (n,) in listed}:
-        raise StorageError(
-            f"{file} is a database of something else", "choose another --storage"
-        )
-
-
 def _open_storage(optuna: Any, url: str) -> Any:
-    _refuse_foreign_file(url)
+    refuse_foreign_file(url)
     options: dict[str, Any] = {"pool_pre_ping": True}
     if url.startswith("sqlite:"):
         options = {"connect_args": {"timeout": _BUSY}}
