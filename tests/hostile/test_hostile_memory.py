@@ -31,7 +31,7 @@ with lzma.open("rows.csv.xz", "wb", preset=0) as file:
     file.write(b"a,y\\n")
     for _ in range(300):
         file.write((b"1" + b" " * 999 + b",no\\n") * 1000)
-with zipfile.ZipFile("bomb.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+with zipfile.ZipFile("bomb.npz", "w", zipfile.ZIP_DEFLATED) as archive:
     for name in ("x.npy", "y.npy"):
         with archive.open(name, "w", force_zip64=True) as member:
             for _ in range(300):
@@ -39,7 +39,7 @@ with zipfile.ZipFile("bomb.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as 
 Path("mnist").mkdir()
 labels = struct.pack(">II", 0x801, 4) + bytes(4)
 Path("mnist/train-labels-idx1-ubyte").write_bytes(labels)
-with gzip.open("mnist/train-images-idx3-ubyte.gz", "wb", 1) as file:
+with gzip.open("mnist/train-images-idx3-ubyte.gz", "wb", 9) as file:
     file.write(struct.pack(">IIII", 0x803, 300, 1000, 1000))
     for _ in range(300):
         file.write(bytes(10**6))

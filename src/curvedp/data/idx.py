@@ -91,8 +91,8 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
             raise DataError(
                 f"{path}: longer than its header says", "get the file again"
             )
-    # Copied because torch wants memory that it may write to and that has one owner.
-    return np.frombuffer(bytes(content), dtype=np.uint8).reshape(shape).copy()
+    # A bytearray may be written to, as torch wants it: no second copy of large data.
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
 
 def _load_part(folder: Path, part: str) -> ArrayDataset | None:
