@@ -126,6 +126,15 @@ def test_names_that_try_imports(refused, tmp_path, name, trap):
 
 
 @pytest.mark.parametrize(
+    ("name", "argument"),
+    [("os:system", "command"), ("subprocess:getoutput", "cmd")],
+)
+def test_arguments_that_fit_run_nothing_either(refused, name, argument, trap):
+    flags = ["--data", "digits", *DIGITS, "--model", name]
+    refused("train", *flags, "-M", f"{argument}=touch {trap}")
+
+
+@pytest.mark.parametrize(
     "name", ["os:system", "../dp-sgd", "dp_sgd", "__class__", "\x1b[2J"]
 )
 def test_recipes_that_try_imports(refused, name):
