@@ -261,6 +261,7 @@ class Private:
         if isinstance(ledger, MemoryLedger) and "ledger" in state:
             ledger.absorb(state["ledger"])
         self._load(state, state["model"])
+        self._engine.noise.rejoin(self.step)
 
     def save(self, extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint into the run folder, with states of your own (extra).
@@ -308,8 +309,8 @@ class Private:
                 checkpoint.state, checkpoint.model, f"{folders[-1]}", checkpoint.step
             )
             extra = checkpoint.state["extra"]
+        self._engine.recover()
         if journal is not None:
-            self._engine.recover()
             note_lost_releases(ledger, journal, self.step)
         return extra
 
@@ -330,6 +331,7 @@ class Private:
             "chain": self._engine.chain_state,
             "threshold": self._engine.threshold,
             "whiteners": self._engine.whiteners.state(),
+            "noise": self._engine.noise.stored(),
         }
 
     def _load(
@@ -348,6 +350,7 @@ class Private:
             self._engine.threshold = state["threshold"]
             self._engine.step = state["step"]
             self._engine.whiteners.load(state.get("whiteners", {}))
+            self._engine.noise.load(state.get("noise", {}))
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{what} does not fit this model or optimiser: {error}",
