@@ -23,6 +23,7 @@ from typing import Any
 from curvedp.errors import StorageError
 
 __all__ = [
+    "LONGEST_JSON",
     "as_storage_error",
     "clear_leftovers",
     "json_text",
@@ -36,6 +37,10 @@ __all__ = [
     "write_folder_atomically",
     "write_json",
 ]
+
+#: Bytes; those that are written here have some thousands. A file with holes in it can
+#: be far longer than the disk, and would fill the memory.
+LONGEST_JSON = 1 << 28
 
 
 _ASIDE = ".replaced"
@@ -169,17 +174,28 @@ def json_text(value: Any) -> str:
 def read_json(path: Path) -> Any:
     """Read a JSON file; ``ValueError`` if it is not one."""
     with as_storage_error(path, "read"):
-        return parse_json(read_regular(path).decode("utf-8"))
+        return parse_json(read_regular(path, most=LONGEST_JSON).decode("utf-8"))
 
 
-def read_regular(path: Path) -> bytes:
-    """All of a file; ``OSError`` for a pipe or a device, which may never end."""
+def read_regular(path: Path, most: int | None = None) -> bytes:
+    """All of a file; ``OSError`` for a pipe or a device, which may never end.
+
+    Args:
+        path: the file.
+        most: bytes; ``OSError`` for a longer one.
+    """
     # not to wait for somebody who writes into the pipe
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        return file.read()
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read() if most is None else file.read(most + 1)
+    finally:
+        os.close(descriptor)
+    if most is not None and len(content) > most:
+        raise OSError(errno.EFBIG, f"longer than {most} bytes")
+    return content
 
 
 def parse_json(text: str | bytes, *, constants: bool = False) -> Any:

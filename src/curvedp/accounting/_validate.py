@@ -23,6 +23,10 @@ MOST_STEPS = 2**31
 """More than any run makes. Accountants need memory that grows with the steps."""
 
 
+MOST_NOISE = 1e100
+"""Beyond it, squares of noise multipliers are no floats any more."""
+
+
 def check_repeats(count: int, name: str) -> None:
     """Refuse more of an event than any run makes."""
     check_count(count, name)
@@ -53,7 +57,7 @@ def check_delta(delta: float) -> None:
 
 def check_noise(noise_multiplier: float) -> None:
     """Refuse what is no noise multiplier; zero is one, and costs infinity."""
-    if not (is_number(noise_multiplier) and noise_multiplier >= 0.0):
+    if not (is_number(noise_multiplier) and 0.0 <= noise_multiplier <= MOST_NOISE):
         raise ConfigurationError(
             f"noise_multiplier is {noise_multiplier!r}, not a finite number >= 0",
             "it is the noise's standard deviation divided by the clip bound",

@@ -90,7 +90,9 @@ def load_npz(
     )
 
 
-def read_npz(path: Path, leave_out: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+def read_npz(
+    path: Path, leave_out: tuple[str, ...] = (), most: int | None = None
+) -> dict[str, np.ndarray]:
     """Read all arrays of an ``.npz`` file without pickle and with bounded memory.
 
     numpy allocates whatever an array's header claims before it reads, so the claim is
@@ -99,6 +101,7 @@ def read_npz(path: Path, leave_out: tuple[str, ...] = ()) -> dict[str, np.ndarra
     Args:
         path: The file.
         leave_out: Names of arrays that are not read.
+        most: Bytes that they may unpack to, where that is known.
 
     Raises:
         DataError: If the archive or an array is damaged, or holds objects.
@@ -121,6 +124,8 @@ def read_npz(path: Path, leave_out: tuple[str, ...] = ()) -> dict[str, np.ndarra
             for name, member in wanted.items():
                 _refuse_impossible(f"{path}: array {name!r}", member)
             unpacked = sum(member.file_size for member in wanted.values())
+            if most is not None and unpacked > most:
+                raise DataError(f"{path}: larger than {most} bytes", _WRITE_AGAIN)
             refuse_bomb(path, unpacked, "if you trust it, pack it by numpy.savez")
             for name, member in wanted.items():
                 arrays[name] = _read_member(path, archive, member)

@@ -390,15 +390,14 @@ def _refuse_absurd(name: str, value: Any, depth: int = 0) -> None:
         raise ConfigurationError(f"{name} is a number of 64 bits or more", "use less")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigurationError(f"{name} has the value {value}", "use a finite number")
-    inside = (
-        value.values()
-        if isinstance(value, Mapping)
-        else (value if isinstance(value, list | tuple) else ())
-    )
     if depth > _DEEPEST:
         raise ConfigurationError(f"{name} is nested too deeply", "use plain values")
-    for item in inside:
-        _refuse_absurd(name, item, depth + 1)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _refuse_absurd(f"{name}.{str(key)[:40]}", item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _refuse_absurd(name, item, depth + 1)
 
 
 def _one_of(what: str, names: Any, known: Any) -> None:

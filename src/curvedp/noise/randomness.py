@@ -163,6 +163,7 @@ class RandomStreams:
             CurvedpError: noise was drawn at this address before.
         """
         if again:
+            self._refuse_fork()
             entropy = self._past.get(at[0], self._secret)
             sequence = np.random.SeedSequence(
                 entropy, spawn_key=(Stream.NOISE.value, *at)
@@ -178,6 +179,7 @@ class RandomStreams:
         Correlated noise needs it to go on after a crash. It is stored apart from all
         that is shared, for as long as the run goes on (:mod:`curvedp.train.secret`).
         """
+        self._refuse_fork()
         return self._secret
 
     def continue_run(self, groups: int, past: Mapping[int, int]) -> None:
