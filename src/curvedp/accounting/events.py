@@ -20,6 +20,7 @@ from curvedp.accounting._validate import (
     check_count,
     check_noise,
     check_rate,
+    check_repeats,
 )
 from curvedp.errors import ConfigurationError, UnknownEventError
 from curvedp.values import is_number
@@ -37,6 +38,7 @@ __all__ = [
     "tally",
 ]
 
+_DEEPEST = 32
 _KINDS: dict[str, type[Event]] = {}
 
 
@@ -212,7 +214,8 @@ class ComposedEvent(Event):
         for event, count in self.parts:
             if not isinstance(event, Event):
                 raise ConfigurationError(f"{event!r} is not an event")
-            check_count(count, "the count of an event")
+            check_repeats(count, "the count of an event")
+        _refuse_depth(self)
 
     def leaves(self) -> Iterator[tuple[Event, int]]:
         """The events that are not compositions, with counts multiplied out."""
@@ -269,6 +272,7 @@ class RepeatAndSelectEvent(Event):
                 f"the shape of the number of trials is {self.shape!r}",
                 "give 0 or more; infinity is Poisson",
             )
+        _refuse_depth(self)
 
     def to_json(self) -> dict[str, Any]:
         """The event as plain JSON values, which have no infinity."""
@@ -289,6 +293,21 @@ class RepeatAndSelectEvent(Event):
             mean=_number(data, "mean"),
             shape=math.inf if poisson else _number(data, "shape"),
         )
+
+
+def _refuse_depth(event: Event, depth: int = 0) -> None:
+    """Refuse events within events within events: what is read may be hostile."""
+    if depth > _DEEPEST:
+        raise ConfigurationError(
+            f"an event is nested more than {_DEEPEST} deep", "compose it in one level"
+        )
+    inside: list[Event] = []
+    if isinstance(event, ComposedEvent):
+        inside = [part for part, _ in event.parts]
+    elif isinstance(event, RepeatAndSelectEvent):
+        inside = [event.event]
+    for part in inside:
+        _refuse_depth(part, depth + 1)
 
 
 def event_from_json(data: Any) -> Event:

@@ -10,6 +10,7 @@ import typer
 from curvedp.barrier import Relation
 from curvedp.cli.output import print_json, reports_errors, results, rows_of, tell
 from curvedp.cli.parameters import JsonFlag
+from curvedp.data.files import brief
 from curvedp.errors import ConfigurationError, DataError
 from curvedp.experiments.noise import (
     DesignQuestion,
@@ -18,8 +19,13 @@ from curvedp.experiments.noise import (
     plot_design,
 )
 from curvedp.noise.strategies import Momentum, NoiseCurve, PrefixSums, Workload
+from curvedp.storage import read_regular
 
 __all__ = ["app"]
+
+_MOST_DIGITS = 9
+#: Bytes: some hundred thousand eigenvalues, of which a matrix is never asked more.
+_LONGEST_SPECTRUM = 1 << 23
 
 app = typer.Typer(
     help="Design correlated noise.",
@@ -122,9 +128,9 @@ def design(
 def _bands(text: str) -> int | str:
     if text == "auto":
         return text
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
         raise ConfigurationError(
-            f"--bands is {text!r}", "give auto or a whole number from 1 on"
+            f"--bands is {text[:40]!r}", "give auto or a whole number from 1 on"
         )
     return int(text)
 
@@ -143,14 +149,18 @@ def _workload(
         raise ConfigurationError(
             "NoiseCurve is for plain gradient descent", "leave out --momentum"
         )
+    return NoiseCurve.of(_read_eigenvalues(eigenvalues), learning_rate)
+
+
+def _read_eigenvalues(path: Path) -> list[float]:
     try:
-        values = [float(line) for line in eigenvalues.read_text().split()]
+        content = read_regular(path, most=_LONGEST_SPECTRUM)
+        return [float(word) for word in content.decode("utf-8").split()]
     except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or brief(error)
         raise DataError(
-            f"{eigenvalues} is not a list of eigenvalues: {error}",
-            "write one number a line",
+            f"{path} is not a list of eigenvalues: {reason}", "write one number a line"
         ) from error
-    return NoiseCurve.of(values, learning_rate)
 
 
 def _rows(report: DesignReport) -> list[tuple[str, str]]:

@@ -232,14 +232,20 @@ def _planned_epsilon(record: LedgerRecord) -> float | None:
     steps = header.facts.get("rounds", header.planned_steps)  # draws of an example
     if sigma is None or rate is None or header.planned_steps is None:
         return header.target_epsilon
-    return epsilon_of(
-        sigma,
-        sample_rate=rate,
-        steps=steps,
-        delta=header.delta,
-        relation=header.relation,
-        accountant=header.accountant,
-    )
+    try:
+        return epsilon_of(
+            sigma,
+            sample_rate=rate,
+            steps=steps,
+            delta=header.delta,
+            relation=header.relation,
+            accountant=header.accountant,
+        )
+    except ConfigurationError as error:
+        raise LedgerError(
+            f"{record.path} plans what is impossible: {error.problem}",
+            "restore the ledger from a copy",
+        ) from error
 
 
 def _payments(document: dict[str, Any]) -> str:

@@ -23,12 +23,13 @@ from curvedp.accounting import (
 )
 from curvedp.barrier import Relation
 from curvedp.errors import ConfigurationError, missing_extra
-from curvedp.noise.design import Design, cache_folder, error_of
+from curvedp.noise.design import LARGEST_DENSE, Design, cache_folder, error_of
 from curvedp.noise.strategies import Participation, Strategy, Workload
 from curvedp.noise.strategies.workloads import Floats
 from curvedp.plan import Correlation, SamplingPlan
 from curvedp.plan.correlation import best_bands, group_rate
 from curvedp.storage import write_atomically
+from curvedp.values import is_whole
 
 __all__ = ["DesignQuestion", "DesignReport", "design_noise", "plot_design"]
 
@@ -72,6 +73,16 @@ class DesignQuestion:
         if self.epsilon is not None and self.sigma is not None:
             raise ConfigurationError(
                 "both epsilon and sigma are given", "give one of them"
+            )
+        if self.kind == "blt" and self.steps > LARGEST_DENSE:
+            raise ConfigurationError(
+                f"a buffered strategy for {self.steps} steps is judged by a matrix of "
+                f"{self.steps} x {self.steps} numbers",
+                f"use the strategy 'toeplitz', or up to {LARGEST_DENSE} steps",
+            )
+        if not is_whole(self.parameters):
+            raise ConfigurationError(
+                f"parameters is {self.parameters!r}", "give how many the model has"
             )
         if self.bands == "auto" and (self.sample_rate is None or self.epsilon is None):
             raise ConfigurationError(

@@ -3,7 +3,8 @@ r"""Designs: which strategy for how many steps, bands and which workload; with a
 Finding a strategy takes up to a minute and depends on nothing private, so it is kept in
 the user's cache folder under a name that is a hash of what it was found for. A file is
 checked when it is read: a matrix whose columns are too long is never used, whoever
-wrote it. The format is numpy's, without pickle; what cannot be read is found again.
+wrote it, and nothing is unpacked that is larger than the design. The format is numpy's,
+without pickle; what cannot be read is found again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import zipfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from curvedp.data.files import brief
+from curvedp.data.npz import read_npz
 from curvedp.errors import ConfigurationError, CurvedpError
 from curvedp.noise.strategies import (
     Banded,
@@ -36,7 +38,7 @@ from curvedp.noise.strategies.banded import inverse_series
 from curvedp.noise.strategies.optimise import quadratic_form
 from curvedp.storage import write_atomically
 
-__all__ = ["STRATEGIES", "Design", "cache_folder", "error_of"]
+__all__ = ["LARGEST_DENSE", "STRATEGIES", "Design", "cache_folder", "error_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,11 @@ STRATEGIES = ("banded", "toeplitz", "blt")
 #: Part of every name in the cache: another number where the same design is found by
 #: other means.
 VERSION = 1
+
+#: Bytes of a file that are no numbers, at most.
+_HEADERS = 1 << 16
+#: Steps up to which all of C^-1 is written down (2 GiB).
+LARGEST_DENSE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -140,22 +147,32 @@ def _write(path: Path, strategy: Strategy) -> None:
 
 def _read(path: Path, design: Design) -> Strategy | None:
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            arrays = {name: np.asarray(stored[name], np.float64) for name in stored}
-        made = _made(design, arrays)
-    except FileNotFoundError:
+        if not path.exists():
+            return None
+        arrays = read_npz(path, most=8 * _numbers(design) + _HEADERS)
+        return _made(design, {n: a.astype(np.float64) for n, a in arrays.items()})
+    except (OSError, ValueError, KeyError, CurvedpError) as error:
+        _log.warning("the cached strategy %s is not used: %s", path, brief(error))
         return None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile,
-            CurvedpError) as error:  # fmt: skip
-        _log.warning("the cached strategy %s is not used: %s", path, error)
-        return None
-    fits = made.steps == design.steps
-    if design.kind != "blt":
-        fits = fits and made.bands == design.bands
-    return made if fits else None
+
+
+def _numbers(design: Design) -> int:
+    """How many the file of a design has, at most."""
+    if design.kind == "banded":
+        return design.bands * design.steps
+    return 2 * design.bands + 1
 
 
 def _made(design: Design, arrays: dict[str, Any]) -> Strategy:
+    """Of arrays that have the design's shapes: what is made is not larger either."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {
+        "banded": {"columns": (design.bands, design.steps)},
+        "toeplitz": {"coefficients": (design.bands,)},
+        "blt": {"weights": (design.bands,), "decays": (design.bands,)},
+    }
+    for name, shape in shapes[design.kind].items():
+        if arrays[name].shape != shape:
+            raise ValueError(f"{name} is {brief(arrays[name].shape)}, not {shape}")
     if design.kind == "banded":
         return Banded(arrays["columns"])
     if design.kind == "toeplitz":
@@ -168,4 +185,10 @@ def error_of(strategy: Strategy, workload: Workload) -> float:
     if isinstance(strategy, BandedToeplitz):
         series = inverse_series(strategy.coefficients, strategy.steps)
         return quadratic_form(workload, strategy.steps)(series)[0]
+    if strategy.steps > LARGEST_DENSE:
+        raise ConfigurationError(
+            f"the error of a {strategy.kind} strategy for {strategy.steps} steps is "
+            f"that of a matrix of {strategy.steps} x {strategy.steps} numbers",
+            f"use the strategy 'toeplitz', or up to {LARGEST_DENSE} steps",
+        )
     return workload.error(strategy.inverse())

@@ -18,6 +18,7 @@ the secret part from a cryptographic generator. A mechanism asks either of them 
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -86,6 +87,7 @@ class RandomStreams:
         self._past: dict[int, int] = {}
         self._drawn: set[tuple[int, ...]] = set()
         self._graphed: GraphedNormals | None = None
+        self._process = os.getpid()
 
     def draw_in_graphs(self) -> None:
         """Draw noise on a GPU in one launch: the same numbers with less waiting."""
@@ -98,6 +100,7 @@ class RandomStreams:
             CurvedpError: noise was drawn at this address before.
         """
         if stream is Stream.NOISE:
+            self._refuse_fork()
             if address in self._drawn:
                 raise drawn_before(address)
             self._drawn.add(address)
@@ -160,6 +163,7 @@ class RandomStreams:
             CurvedpError: noise was drawn at this address before.
         """
         if again:
+            self._refuse_fork()
             entropy = self._past.get(at[0], self._secret)
             sequence = np.random.SeedSequence(
                 entropy, spawn_key=(Stream.NOISE.value, *at)
@@ -175,6 +179,7 @@ class RandomStreams:
         Correlated noise needs it to go on after a crash. It is stored apart from all
         that is shared, for as long as the run goes on (:mod:`curvedp.train.secret`).
         """
+        self._refuse_fork()
         return self._secret
 
     def continue_run(self, groups: int, past: Mapping[int, int]) -> None:
@@ -224,6 +229,15 @@ class RandomStreams:
         if stream is Stream.GROUPS:
             entropy = self._groups
         return np.random.SeedSequence(entropy, spawn_key=(stream.value, *address))
+
+    def _refuse_fork(self) -> None:
+        """A forked process has the same secret, and would draw the same noise."""
+        if os.getpid() != self._process:
+            raise CurvedpError(
+                "these random streams belong to the process that was forked; noise "
+                "drawn in both would be the same, and two releases would cancel it",
+                "make the run private in the process that trains it",
+            )
 
     def __repr__(self) -> str:
         kind = "unsafe, reproducible" if self.is_unsafe else "operating system"

@@ -15,10 +15,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from curvedp.accounting import CyclicGaussianEvent, LedgerRecord
-from curvedp.errors import ConfigurationError
+from curvedp.errors import ConfigurationError, LedgerError
 from curvedp.noise.correlated import KEEPING
 from curvedp.noise.design import Design, error_of
 from curvedp.noise.strategies import Momentum, PrefixSums, Workload, optimise_toeplitz
+from curvedp.noise.strategies.optimise import check_sizes
 from curvedp.plan.sampling import SamplingPlan
 from curvedp.values import is_number, is_whole
 
@@ -150,7 +151,12 @@ class PlannedCorrelation:
         counts: dict[str, dict[int, int]] = {assignment: {}}
         for payment in ledger.payments():
             event = payment.event
-            assert isinstance(event, CyclicGaussianEvent)
+            if not isinstance(event, CyclicGaussianEvent):
+                raise LedgerError(
+                    f"the ledger has a payment of another kind ({event.kind}) than the "
+                    "steps of this run",
+                    "restore the ledger from a copy",
+                )
             own = counts.setdefault(event.assignment, {})
             own[event.group] = own.get(event.group, 0) + 1
         present = counts.pop(assignment)
@@ -215,6 +221,7 @@ def best_bands(
         refresh: of the whitener; it bounds the bands.
         workload: in place of the settings' own.
     """
+    check_sizes(sampling.steps, 1)  # before minutes go into the first of them
     most = min(largest_bands(sampling), correlation.most_bands)
     if refresh:
         most = max(1, min(most, refresh // LEAST_BLOCK))

@@ -43,6 +43,7 @@ from curvedp.plan.correlation import (
 )
 from curvedp.plan.sampling import SamplingPlan
 from curvedp.sampling import CyclicSampler, Sampler
+from curvedp.values import is_number
 
 __all__ = ["DEFAULT_NOISE_SOURCE", "Plan"]
 
@@ -368,7 +369,7 @@ def _choose_relation(
 
 
 def _check_delta(delta: float, sampling: SamplingPlan, allow_large: bool) -> None:
-    if not (math.isfinite(delta) and 0 < delta < 1):
+    if not (is_number(delta) and 0 < delta < 1):
         raise ConfigurationError(
             f"delta must be between 0 and 1, not {delta!r}", "1e-5 is a common choice"
         )

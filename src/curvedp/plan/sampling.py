@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from curvedp.accounting._validate import check_repeats
 from curvedp.errors import ConfigurationError
+from curvedp.values import is_number
 
 __all__ = ["SamplingPlan"]
 
@@ -30,7 +31,7 @@ class SamplingPlan:
     public_size: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.sample_rate) and 0 < self.sample_rate <= 1):
+        if not (is_number(self.sample_rate) and 0 < self.sample_rate <= 1):
             raise ConfigurationError(
                 f"sample_rate must be above 0 and at most 1, not {self.sample_rate!r}",
                 "it is the expected batch size divided by the number of examples",
@@ -39,12 +40,15 @@ class SamplingPlan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(
-                    f"{name} must be a whole number from 1 on, not {value!r}"
+                    f"{name} must be a whole number from 1 on, not {value!r}",
+                    "declare how many there are",
                 )
+            check_repeats(value, name)
         size = self.expected_batch_size
-        if not (math.isfinite(size) and size > 0):
+        if not (is_number(size) and size > 0):
             raise ConfigurationError(
-                f"expected_batch_size must be a positive number, not {size!r}"
+                f"expected_batch_size must be a positive number, not {size!r}",
+                "declare a number near the batch size you expect",
             )
 
     @classmethod
@@ -60,7 +64,8 @@ class SamplingPlan:
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(
-                    f"{name} must be a whole number from 1 on, not {value!r}"
+                    f"{name} must be a whole number from 1 on, not {value!r}",
+                    "declare how many there are",
                 )
         if batch_size > size:
             raise ConfigurationError(

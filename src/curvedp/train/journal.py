@@ -170,7 +170,14 @@ def restore_group_settings(
     optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]
 ) -> None:
     """Set them as they were when a release was written."""
-    for group, stored in zip(optimizer.param_groups, settings, strict=True):
+    groups = optimizer.param_groups
+    fits = isinstance(settings, list) and len(settings) == len(groups)
+    if not fits or not all(isinstance(s, dict) and "params" not in s for s in settings):
+        raise CheckpointError(
+            "a release in the journal has the settings of another optimiser",
+            "build the optimiser as it was when the run began",
+        )
+    for group, stored in zip(groups, settings, strict=True):
         group.update(stored)
 
 

@@ -18,6 +18,7 @@ from curvedp.barrier import ClippedSum, Release
 from curvedp.noise import CorrelatedMechanism, CorrelatedState, RandomStreams
 from curvedp.plan import Plan
 from curvedp.train.secret import RunSecret
+from curvedp.values import is_whole
 
 __all__ = ["RunNoise"]
 
@@ -101,7 +102,13 @@ class RunNoise:
         self._state = self.mechanism.init(self._streams)
         own = {"device": self._device, "digest": self._digest}
         same = bool(stored) and all(stored.get(k) == v for k, v in own.items())
-        self._begin = (stored["start"], stored["frame"]) if same else None
+        if not same:
+            self._begin = None
+            return
+        start, frame = stored["start"], stored["frame"]
+        if not is_whole(start) or not isinstance(frame, str):
+            raise ValueError("its block of noise begins nowhere")
+        self._begin = start, frame
 
     def rejoin(self, step: int) -> None:
         """Continue the block that steps before ``step`` belong to, if that is safe."""

@@ -15,7 +15,9 @@ twice even where a run's folder was restored from a copy.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.errors import CheckpointError, StorageError
 from curvedp.noise import RandomStreams
 from curvedp.storage import as_storage_error, json_text, read_json, write_atomically
+from curvedp.values import is_whole
 
 __all__ = ["RunSecret"]
 
@@ -33,6 +36,9 @@ _WARNING = (
     "SECRET: with this file, the releases of the run are its private sums. Do not "
     "copy or share it. It is removed when the run ends."
 )
+
+
+_ENTROPY = re.compile("[0-9a-f]{64}")
 
 
 @dataclass
@@ -55,6 +61,16 @@ class _Sitting:
             "payments": self.payments,
             "joined": self.joined,
         }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> _Sitting:
+        """Read back what :meth:`to_json` wrote; nothing else."""
+        entropy, payments, joined = data["entropy"], data["payments"], data["joined"]
+        if not (isinstance(entropy, str) and _ENTROPY.fullmatch(entropy)):
+            raise ValueError("the entropy of a sitting is not 64 digits")
+        if not is_whole(payments) or not isinstance(joined, bool):
+            raise ValueError("the payments of a sitting are not counted")
+        return cls(int(entropy, 16), payments, joined)
 
 
 class RunSecret:
@@ -128,18 +144,16 @@ class RunSecret:
             content = read_json(self._path)
             if content["kind"] != KIND:
                 raise ValueError("it is not the secret of a run")
-            sittings = [
-                _Sitting(int(s["entropy"], 16), int(s["payments"]), bool(s["joined"]))
-                for s in content["sittings"]
-            ]
+            sittings = [_Sitting.from_json(s) for s in content["sittings"]]
+            own = content["run_id"] == self._run_id
         except (StorageError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{self._path} cannot be used: {str(error) or type(error).__name__}",
+                f"{self._path} cannot be used: {_why(error)}",
                 "restore it; or remove it, and the run goes on with a new block of "
                 "noise and new groups, which costs a part of its budget",
             ) from error
         # that of another run is of no use, and must never be used again
-        return sittings if content["run_id"] == self._run_id else []
+        return sittings if own else []
 
     def _write(self) -> None:
         if self._path is None:
@@ -162,3 +176,12 @@ class RunSecret:
 
     def __repr__(self) -> str:
         return f"RunSecret({len(self._sittings)} sittings, entropy=<secret>)"
+
+
+def _why(error: Exception) -> str:
+    """In words that quote nothing of the file, which is a secret."""
+    if isinstance(error, StorageError):
+        return error.problem
+    if isinstance(error, KeyError | TypeError):
+        return "it is not the secret of a run"
+    return "it is no JSON" if isinstance(error, json.JSONDecodeError) else str(error)

@@ -25,10 +25,14 @@ from curvedp.noise.strategies.base import (
     combined,
     zeros_like,
 )
+from curvedp.noise.strategies.optimise import check_sizes
 from curvedp.noise.strategies.participation import Participation
 from curvedp.noise.strategies.workloads import Floats, Workload
 
 __all__ = ["BufferedToeplitz", "optimise_blt"]
+
+#: More are lost in rounding: their decays are roots of one polynomial.
+_MOST_BUFFERS = 16
 
 
 class BufferedToeplitz(Strategy):
@@ -116,6 +120,11 @@ def optimise_blt(
         buffers: vectors that are remembered.
         participation: of an example; by default once.
     """
+    check_sizes(steps, 1)
+    if not 1 <= buffers <= _MOST_BUFFERS:
+        raise ConfigurationError(
+            f"{buffers} buffers", f"choose from 1 to {_MOST_BUFFERS}; 4 are nearly best"
+        )
     column = workload.toeplitz(steps)
     if column is None:
         raise ConfigurationError(

@@ -20,7 +20,7 @@ from curvedp.errors import ConfigurationError
 from curvedp.noise.strategies.banded import Banded, BandedToeplitz, inverse_series
 from curvedp.noise.strategies.workloads import Floats, Workload
 
-__all__ = ["optimise_banded", "optimise_toeplitz", "quadratic_form"]
+__all__ = ["check_sizes", "optimise_banded", "optimise_toeplitz", "quadratic_form"]
 
 #: Noise of one step beside that of z. A degenerate workload wants it without bound.
 LARGEST_STEP = 100.0
@@ -33,6 +33,10 @@ _PAIRS = 30
 _LEAST_BLOCK = 32
 #: Any workload without a Toeplitz root is a matrix of this size at most (1 GiB).
 _LARGEST_DENSE = 8192
+#: A search passes over all steps thousands of times.
+_MOST_STEPS = 1 << 22
+#: Numbers of a strategy's matrix (512 MiB).
+_MOST_ENTRIES = 1 << 26
 
 
 def optimise_banded(
@@ -47,7 +51,7 @@ def optimise_banded(
         block: steps after which noise begins anew (a refresh of the whitener): entries
             of X between two blocks are zero.
     """
-    _check_bands(steps, bands)
+    check_sizes(steps, bands)
     if bands == 1:
         return Banded(np.ones((1, steps)))
     if steps > _LARGEST_DENSE:
@@ -80,7 +84,7 @@ def _bounded(band: Floats) -> Banded:
 
 def optimise_toeplitz(workload: Workload, steps: int, bands: int) -> BandedToeplitz:
     """The banded Toeplitz strategy of least error, with columns of norm 1."""
-    _check_bands(steps, bands)
+    check_sizes(steps, bands)
     if bands == 1:
         return BandedToeplitz(np.ones(1), steps)
     loss = _toeplitz_loss(workload, steps, bands)
@@ -97,10 +101,17 @@ def optimise_toeplitz(workload: Workload, steps: int, bands: int) -> BandedToepl
     return BandedToeplitz(coefficients / np.linalg.norm(coefficients), steps)
 
 
-def _check_bands(steps: int, bands: int) -> None:
+def check_sizes(steps: int, bands: int) -> None:
+    """Refuse bands that do not fit, and sizes beyond all memory and patience."""
     if not 1 <= bands <= steps:
         raise ConfigurationError(
             f"{bands} bands for {steps} steps", "choose from 1 up to the steps"
+        )
+    if steps > _MOST_STEPS or steps * bands > _MOST_ENTRIES:
+        raise ConfigurationError(
+            f"{bands} bands for {steps} steps are more than can be designed",
+            f"use up to {_MOST_STEPS} steps and {_MOST_ENTRIES} steps times bands, or "
+            "independent noise (dp-sgd)",
         )
 
 

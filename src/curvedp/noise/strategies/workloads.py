@@ -215,6 +215,11 @@ class NoiseCurve(Workload):
     weight: float = 0.01
 
     def __post_init__(self) -> None:
+        if not np.isfinite([*self.eigenvalues, *self.counts]).all():
+            raise ConfigurationError(
+                "an eigenvalue of the spectrum is not a finite number",
+                "leave it out",
+            )
         if not self.eigenvalues or max(self.eigenvalues) <= 0:
             raise ConfigurationError(
                 "the spectrum has no positive eigenvalue",
@@ -224,6 +229,11 @@ class NoiseCurve(Workload):
             raise ConfigurationError(
                 f"{len(self.counts)} counts for {len(self.eigenvalues)} eigenvalues",
                 "give one for each, or none",
+            )
+        if not self.learning_rate > 0:
+            raise ConfigurationError(
+                f"the learning rate of a noise curve is {self.learning_rate!r}",
+                "give a positive number",
             )
         if not self.learning_rate * max(self.eigenvalues) < 2:
             raise ConfigurationError(
