@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from passes import in_float64
 from torch import nn
 
-from curvedp.clipping import FlatClipping, NormalisedClipping, PerLayerClipping
+from curvedp.clipping import (
+    FlatClipping,
+    NormalisedClipping,
+    PerLayerClipping,
+    bounded,
+)
 from curvedp.clipping.bounded import clipped_sum
 from curvedp.layers import Batch, Recording, cover, dense, lookup, precision
 from curvedp.layers.conv import ConvGeometry
@@ -29,10 +34,6 @@ from curvedp.whitening import IdentityWhitener
 
 #: The bound holds up to the rounding of the measurement's float32 inputs.
 SLACK = 1e-6
-
-#: As added up in float32, where all but a thousandth has cancelled, the sum's own
-#: rounding shows. Norms are raised for it where it could be more than this.
-SLACK_OF_SUMS = 1e-2
 
 #: Without an allowance the hostile examples exceed the bound by at least this factor.
 VISIBLE = 1.5
@@ -95,7 +96,7 @@ def added_up(io, rule):
 
 def assert_bounded(io, rule):
     assert contribution(io, rule) <= 1 + SLACK, (io, rule)
-    assert added_up(io, rule) <= 1 + SLACK_OF_SUMS, (io, rule)
+    assert added_up(io, rule) <= 1 + SLACK, (io, rule)
 
 
 def assert_settled_is_bounded(io, rule):
@@ -191,9 +192,75 @@ def test_plain_float32_norms_would_break_the_bound(name, method, norms, monkeypa
 def test_without_the_allowance_the_sum_would_break_the_bound(monkeypatch):
     # the norm is exact in float64; what is added up in float32 is rounding, mostly
     a, d = random_cancellation(16, 40, 10, 1e-8, 1e8, seed=3)
-    assert added_up(linear_io(a, d), FlatClipping(50.0)) <= 1 + SLACK_OF_SUMS
+    assert added_up(linear_io(a, d), FlatClipping(50.0)) <= 1 + SLACK
+    monkeypatch.setattr(bounded, "LARGEST_REACH", math.inf)  # float32 sums, always
+    assert added_up(linear_io(a, d), FlatClipping(50.0)) <= 1 + SLACK
     without_allowances(monkeypatch, dense)
     assert added_up(linear_io(a, d), FlatClipping(50.0)) > VISIBLE
+
+
+def test_rounding_along_the_gradient_is_allowed_for(monkeypatch):
+    """Where ``n^2 + e^2`` would not do: it takes an error for orthogonal to g."""
+    generator = torch.Generator().manual_seed(216)
+    a, d = (torch.randn(1, 2, 1, generator=generator) for _ in "ad")
+    scale = 3e4 * torch.rand(1, generator=generator)
+    moved = a * (1 + 1e-4 * torch.randn(a.shape, generator=generator))
+    cancelling = torch.cat([a, moved], 1), torch.cat([d, -d], 1) * scale
+    monkeypatch.setattr(bounded, "LARGEST_REACH", math.inf)
+    assert added_up(linear_io(*cancelling), FlatClipping(1.0)) <= 1 + SLACK
+
+    def orthogonal(squares, error):
+        return squares + error.square()
+
+    monkeypatch.setattr(dense, "raised", orthogonal)
+    assert added_up(linear_io(*cancelling), FlatClipping(1.0)) > 1 + 100 * SLACK
+
+
+def without_the_first(a, d):
+    """How far the sum moves when the first example leaves, over the bound."""
+    rows = torch.arange(len(a))
+    sums = [
+        clipped_sum(
+            [linear_io(a, d)],
+            FlatClipping(1.0),
+            IdentityWhitener(),
+            parameters={"layer.weight": torch.zeros(d.shape[-1], a.shape[-1])},
+            present=present,
+            step=0,
+        ).values["layer.weight"]
+        for present in (rows >= 0, rows > 0)
+    ]
+    return float((sums[0].double() - sums[1].double()).norm())
+
+
+def test_what_cancels_in_others_does_not_round_differently_without_one(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(64, 1, 30, generator=generator)
+    d = 1e8 * torch.randn(64, 1, 10, generator=generator)
+    a, d = torch.cat([a, a], 1), torch.cat([d, -d], 1)
+    a[0], d[0] = torch.randn(2, 30), torch.randn(2, 10)
+    assert without_the_first(a, d) <= 1 + SLACK
+    monkeypatch.setattr(bounded, "LARGEST_REACH", math.inf)
+    assert without_the_first(a, d) > 1 + 1e-3
+
+
+def test_in_a_graph_what_cancels_contributes_nothing():
+    a = torch.ones(2, 2, 3)
+    d = torch.tensor([[1e8, -1e8], [1.0, 2.0]]).unsqueeze(-1)
+    parts = [
+        clipped_sum(
+            [linear_io(a, d)],
+            FlatClipping(1.0),
+            IdentityWhitener(),
+            parameters={"layer.weight": torch.zeros(1, 3)},
+            present=torch.tensor([True, present]),
+            step=0,
+            branch_free=True,
+        ).values["layer.weight"]
+        for present in (False, True)
+    ]
+    assert not parts[0].any()
+    assert float(parts[1].norm()) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -385,8 +452,9 @@ def test_norms_of_a_model_under_autocast_are_true_float32(method):
                 given_norms = io.sq_norms()
             assert given_norms.dtype == torch.float64
             true = sum(g.flatten(1).square().sum(1) for g in in_float64(io).values())
-            # bfloat16 products would be off in the third digit
-            assert torch.all((given_norms / true - 1).abs() < 1e-6)
+            # bfloat16 products would be off in the third digit, and what is allowed for
+            # the rounding of the sum is in the sixth
+            assert torch.all((given_norms / true - 1).abs() < 1e-5)
             assert torch.all(given_norms >= true * (1 - SLACK))
         total = clipped_sum(
             ios,

@@ -12,16 +12,22 @@ from curvedp.clipping.rules import ClippingRule, Seen
 from curvedp.cuda import own_values
 from curvedp.errors import ConfigurationError
 from curvedp.layers.grouping import grouped
-from curvedp.layers.io import LayerIO
+from curvedp.layers.io import LayerIO, UnreachedIO
 from curvedp.layers.precision import (
     NormPrecision,
     compute_dtype,
     exact,
     norms_in,
+    square_dtype,
 )
 from curvedp.whitening.base import Part, Whitener, parts_of
 
 __all__ = ["clipped_sum", "own_copy"]
+
+#: A clipped example whose terms add up to more than this many times the bound is hardly
+#: there: it has cancelled to less than a 2000th. In float32 its terms would be rounded
+#: to more than the last digits of the bound, and differently with and without others.
+LARGEST_REACH = 2.0**11
 
 
 def clipped_sum(
@@ -60,6 +66,9 @@ def clipped_sum(
 
     Guarantees:
         One unit moves the sum by at most ``rule.bound`` in L2 norm, whatever it is.
+        What float32 additions round away depends on everybody in the batch; layers in
+        which an example cancels (``LARGEST_REACH``) are therefore added up in float64,
+        or, in a graph, such an example contributes zero.
         An example with a non-finite value anywhere, or a norm that overflows,
         contributes exactly zero, and leaves the others as they are.
     """
@@ -83,11 +92,21 @@ def clipped_sum(
             ios = [io.keep(finite) for io in ios]
             sq_norms = torch.where(finite, sq_norms, torch.zeros_like(sq_norms))
         kept = finite & present
+        rules = [rule.of_part(own.share) for own in parts]
+        weights = torch.stack(
+            [own.weights(n) for own, n in zip(rules, sq_norms, strict=True)]
+        )
+        weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
+        cancels = _cancelling(ios, weights, parts, rule.bound)
+        wide = torch.zeros(weights.shape[:2], dtype=torch.bool)
+        if branch_free:
+            kept = kept & ~cancels.flatten(0, 1).any(0)
+            weights = torch.where(kept, weights, torch.zeros_like(weights))
+        else:
+            wide = cancels.any(2).cpu()
         mapped: dict[str, Tensor] = {}
-        for own, lengths in zip(parts, sq_norms, strict=True):
-            weights = rule.of_part(own.share).weights(lengths)
-            weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
-            total = _weighted_sum(ios, weights, parameters, own.whitener)
+        for own, weight, widened in zip(parts, weights, wide.tolist(), strict=True):
+            total = _weighted_sum(ios, weight, parameters, own.whitener, widened)
             for name, value in own.whitener.apply(total).items():
                 mapped[name] = mapped[name] + value if name in mapped else value
         summed = {n: v.to(compute_dtype(parameters[n])) for n, v in mapped.items()}
@@ -100,22 +119,48 @@ def _weighted_sum(
     weights: Tensor,
     parameters: Mapping[str, Tensor],
     whitener: Whitener,
+    widened: Sequence[bool],
 ) -> dict[str, Tensor]:
     """``sum_i c_i g_i`` with weights ``[L, B]``, an entry for every parameter."""
     found: dict[str, Tensor] = {}
-    for io, weight in zip(ios, weights, strict=True):
+    for io, weight, wide in zip(ios, weights, widened, strict=True):
         # a map may stretch the sum's rounding: it says how precise it has to be
-        dtype = whitener.sum_dtype(io)
+        dtype = square_dtype(weight) if wide else whitener.sum_dtype(io)
         for name, part in io.weighted_sum(weight, dtype).items():
             found[name] = found[name] + part if name in found else part
     total = {}
     for name, p in parameters.items():
-        wide = compute_dtype(p)
+        own = compute_dtype(p)
         if name in found:
-            total[name] = found[name].to(torch.promote_types(wide, found[name].dtype))
+            total[name] = found[name].to(torch.promote_types(own, found[name].dtype))
         else:
-            total[name] = torch.zeros(p.shape, device=p.device, dtype=wide)
+            total[name] = torch.zeros(p.shape, device=p.device, dtype=own)
     return total
+
+
+def _cancelling(
+    ios: Sequence[LayerIO], weights: Tensor, parts: Sequence[Part], bound: float
+) -> Tensor:
+    """Whose terms reach too far for a float32 sum of a layer, ``[K, L, B]``."""
+    found = torch.zeros(weights.shape, dtype=torch.bool, device=weights.device)
+    for k, own in enumerate(parts):
+        for layer, io in enumerate(ios):
+            reach = _reach(io, own.whitener)
+            if reach is not None:
+                far = reach * weights[k, layer] > LARGEST_REACH * bound
+                # an infinite reach times a weight of zero is no number
+                found[k, layer] = far | ~torch.isfinite(reach)
+    return found
+
+
+def _reach(io: LayerIO, whitener: Whitener) -> Tensor | None:
+    """The most that an example's terms add up to under the map; None if not too far."""
+    if isinstance(io, UnreachedIO) or whitener.sum_dtype(io) is torch.float64:
+        return None
+    reach, stretch = io.reach(), whitener.stretch(io)
+    if reach is None and stretch == 1:
+        return None  # no longer than the gradient itself, which is clipped
+    return stretch * (io.spread()[0] if reach is None else reach)
 
 
 def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:

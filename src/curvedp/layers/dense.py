@@ -25,8 +25,8 @@ the norm and v that of the sum (:mod:`curvedp.layers.rounding` has the proof):
 
 - Gram: ``gram + u (p + r + 2T) S^2``; instantiate: ``(||g|| + u T S)^2``. In float64
   that is nothing; in float32 (a GPU without fast float64) the third to fifth digit.
-- both: ``+ (v T S)^2`` for the sum. Added to the square, it leaves ordinary examples as
-  they are and counts in full where all but rounding has cancelled.
+- both: ``(||g|| + v T S)^2`` for the sum, whose error may point along g. An ordinary
+  example loses the fourth to sixth digit by that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,15 @@ from curvedp.layers.precision import (
     norm_dtype,
     short_products,
 )
-from curvedp.layers.rounding import TINY, gamma, lost, product, sq_length, unit
+from curvedp.layers.rounding import (
+    TINY,
+    gamma,
+    lost,
+    product,
+    raised,
+    sq_length,
+    unit,
+)
 
 __all__ = ["DenseIO", "Geometry", "outer_sq_norms"]
 
@@ -196,6 +204,14 @@ class DenseIO(LayerIO):
         bias = self.bias is not None
         return torch.cat([_sq_spread(a, d, bias).sqrt() for a, d in rows]), rounding
 
+    def reach(self) -> Tensor | None:
+        if self.shape.positions == 1:
+            return None
+        dtype = compute_dtype(self.calls[0][1])
+        bias = self.bias is not None
+        rows = (self._rows(part, dtype) for part, _ in self.chunks())
+        return torch.cat([_sq_spread(a, d, bias).sqrt() for a, d in rows])
+
     def per_example(self) -> dict[str, Tensor]:
         dtype = compute_dtype(self.calls[0][1])
         a, d = self._rows(slice(0, 1), dtype)
@@ -258,10 +274,10 @@ def outer_sq_norms(
         column = d.sum(2, keepdim=True, dtype=_wide(d))
         exact = (sq_length(product(d.mT, a)) + ones * sq_length(column)).sum(1)
         hidden = gamma(t + 8, u) * spread.sqrt()
-        squares = (exact.sqrt() + hidden).square()
+        squares = raised(exact, hidden)
     if rounded := lost(a, d):  # rows that were written down in fewer digits
-        squares = (squares.sqrt() + rounded * spread.sqrt()).square()
-    return squares + in_sum**2 * spread
+        squares = raised(squares, rounded * spread.sqrt())
+    return raised(squares, in_sum * spread.sqrt())
 
 
 def _sq_spread(a: Tensor, d: Tensor, bias: bool) -> Tensor:

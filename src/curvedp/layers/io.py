@@ -78,6 +78,13 @@ class LayerIO(ABC):
         ``rounding * S`` bounds the rounding error of what one example adds to a sum.
         """
 
+    def reach(self) -> Tensor | None:
+        """S as in ``spread``, in fewer digits and not below the truth, ``[B]``.
+
+        None where nothing can cancel: ``g_i`` is a single term, or written down.
+        """
+        return self.spread()[0]
+
     @abstractmethod
     def per_example(self) -> dict[str, Tensor]:
         """The gradients ``[B, *parameter.shape]``, by parameter name."""
@@ -138,6 +145,9 @@ class UnreachedIO(LayerIO):
     def spread(self) -> tuple[Tensor, float]:
         return self.sq_norms(), 0.0
 
+    def reach(self) -> None:
+        return None
+
     def per_example(self) -> dict[str, Tensor]:
         return {}
 
@@ -184,6 +194,9 @@ class DirectIO(LayerIO):
     def spread(self) -> tuple[Tensor, float]:
         g = next(iter(self.grads.values()))
         return self.sq_norms().sqrt(), 8 * ROUNDING[compute_dtype(g)]
+
+    def reach(self) -> None:
+        return None
 
     def per_example(self) -> dict[str, Tensor]:
         return {n: g.to(compute_dtype(g)) for n, g in self.grads.items()}

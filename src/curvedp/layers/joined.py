@@ -18,8 +18,9 @@ anything else        both gradients, a chunk of examples at a time
 
 Where the parts cancel, rounding could hide what is left. With ``S_k`` the sum of the
 lengths of the terms that ``g_k`` is a sum of and ``e_k`` the rounding of its sum (see
-:mod:`curvedp.layers.dense`), each pair is raised by ``2 (n u S_k S_l + e_k e_l)``, with
-n the length of the sums and u the round-off of float64.
+:mod:`curvedp.layers.dense`), each pair is raised by ``2 n u S_k S_l``, with n the
+length of the sums and u the round-off of float64, and the norm of what parts have in
+common by ``sum_k e_k``.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.lookup import LookupIO
 from curvedp.layers.precision import ROUNDING
+from curvedp.layers.rounding import raised
 
 __all__ = ["JoinedIO", "joined"]
 
@@ -75,11 +77,16 @@ class JoinedIO(LayerIO):
 
     def sq_norms(self) -> Tensor:
         total = torch.stack([part.sq_norms() for part in self.parts]).sum(0)
+        shared = False
         for left, right in combinations(self.parts, 2):
             for name in left.names:
                 if name in right.names:
                     total = total + 2 * _cross(left, right, name)
-        return total.clamp_min(0)
+                    shared = True
+        if not shared:  # the parts have allowed for their own rounding
+            return total
+        errors = [spread * e for spread, e in (part.spread() for part in self.parts)]
+        return raised(total.clamp_min(0), torch.stack(errors).sum(0))
 
     def weighted_sum(
         self, weights: Tensor, dtype: torch.dtype | None = None
@@ -95,6 +102,13 @@ class JoinedIO(LayerIO):
     def spread(self) -> tuple[Tensor, float]:
         spreads = [part.spread() for part in self.parts]
         return torch.stack([s for s, _ in spreads]).sum(0), max(v for _, v in spreads)
+
+    def reach(self) -> Tensor | None:
+        names = [name for part in self.parts for name in part.names]
+        single = all(part.reach() is None for part in self.parts)
+        if single and len(set(names)) == len(names):
+            return None
+        return self.spread()[0]
 
     def per_example(self) -> dict[str, Tensor]:
         return _added([part.per_example() for part in self.parts])
@@ -130,9 +144,8 @@ def _cross(left: LayerIO, right: LayerIO, name: str) -> Tensor:
     for part in _chunks(left, each):
         value, length = product(left.take(part), right.take(part))
         values.append(value)
-    (s, v), (t, w) = left.spread(), right.spread()
-    allowance = (length + 8) * ROUNDING[torch.float64] + v * w
-    return torch.cat(values) + allowance * s * t
+    (s, _), (t, _) = left.spread(), right.spread()
+    return torch.cat(values) + (length + 8) * ROUNDING[torch.float64] * s * t
 
 
 def _chunks(io: LayerIO, each: int) -> Iterator[slice]:

@@ -76,7 +76,7 @@ class LookupIO(LayerIO):
         norms = sq_length(summed).sqrt()
         in_norm = (ids.shape[1] + 8) * ROUNDING[d.dtype]
         hidden = in_norm * spread.sqrt()
-        return (norms + hidden).square() + in_sum**2 * spread
+        return (norms + hidden + in_sum * spread.sqrt()).square()
 
     def weighted_sum(
         self, weights: Tensor, dtype: torch.dtype | None = None

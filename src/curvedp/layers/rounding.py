@@ -49,7 +49,7 @@ from torch import Tensor
 
 from curvedp.layers.precision import ROUNDING, short_products
 
-__all__ = ["SPLIT", "TINY", "gamma", "lost", "product", "sq_length", "unit"]
+__all__ = ["SPLIT", "TINY", "gamma", "lost", "product", "raised", "sq_length", "unit"]
 
 #: Unit round-off of sums on tensor cores; see the module's docstring.
 TENSOR_CORE = 2.0**-22
@@ -72,6 +72,15 @@ def unit(x: Tensor) -> float:
 def gamma(n: int, u: float) -> float:
     """``n u / (1 - n u)``; infinite where it bounds nothing any more."""
     return n * u / (1 - n * u) if n * u < 1 else float("inf")
+
+
+def raised(squares: Tensor, error: Tensor) -> Tensor:
+    """``(sqrt(squares) + error)^2``: the norm with a rounding error of that length.
+
+    Raising the square by ``error^2`` instead would do only for an error that is
+    orthogonal to the vector, and rounding may point along it.
+    """
+    return (squares.sqrt() + error).square()
 
 
 def lost(*factors: Tensor) -> float:

@@ -23,7 +23,8 @@ from curvedp.errors import ConfigurationError
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import LayerIO
 from curvedp.layers.precision import ROUNDING, norm_dtype, square_dtype
-from curvedp.whitening.maps import DenseMap, Values, like, raised
+from curvedp.layers.rounding import raised
+from curvedp.whitening.maps import DenseMap, Values, like
 
 __all__ = ["FloorSchedule", "JointMap", "matched_floor"]
 
@@ -69,14 +70,14 @@ class JointMap(DenseMap):
         m = self.matrix(io.per_example())
         rounding = 8 * ROUNDING[norm_dtype(m)]
         m = m.to(square_dtype(m))
-        error = self._largest * rounding * m.square().sum((1, 2, 3)).sqrt()
+        error = self.largest * rounding * m.square().sum((1, 2, 3)).sqrt()
         return raised(self._of_gradients(m), error)
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
         return norm_dtype(like(io))
 
     @cached_property
-    def _largest(self) -> float:
+    def largest(self) -> float:
         return max(float(self.scales.max()), self._rest)
 
     def _of_rows(self, io: DenseIO, part: slice) -> Tensor:
@@ -84,7 +85,7 @@ class JointMap(DenseMap):
         a, d = io.rows(part, square_dtype(like))
         spread = (a.square().sum((2, 3)) * d.square().sum((2, 3))).sum(1).sqrt()
         rounding = (a.shape[2] + 8) * ROUNDING[norm_dtype(like)]
-        return raised(self._of_pairs(a, d), self._largest * rounding * spread)
+        return raised(self._of_pairs(a, d), self.largest * rounding * spread)
 
     def _of_pairs(self, a: Tensor, d: Tensor) -> Tensor:
         if a.shape[2] > 1:

@@ -42,7 +42,7 @@ from curvedp.layers.precision import (
     norm_dtype,
     square_dtype,
 )
-from curvedp.layers.rounding import gamma, lost, product, unit
+from curvedp.layers.rounding import gamma, lost, product, raised, unit
 from curvedp.layers.widened import widened
 from curvedp.whitening import thin
 from curvedp.whitening.costs import inputs_first, outputs_first
@@ -62,7 +62,6 @@ __all__ = [
     "KroneckerMap",
     "LayerMap",
     "like",
-    "raised",
 ]
 
 Values = Mapping[str, Tensor]
@@ -84,6 +83,10 @@ class LayerMap(Protocol):
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
         """As :meth:`curvedp.whitening.Whitener.sum_dtype`."""
+
+    @property
+    def largest(self) -> float:
+        """An upper bound on ``||P||``, the most that it stretches a gradient."""
 
     def apply(self, values: Values) -> dict[str, Tensor]:
         """``P u``."""
@@ -112,6 +115,10 @@ class IdentityMap:
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
         return None
+
+    @property
+    def largest(self) -> float:
+        return 1.0
 
     def apply(self, values: Values) -> dict[str, Tensor]:
         return {name: values[name] for name in self.names}
@@ -174,10 +181,10 @@ class DiagonalMap:
         grads = {n: g * self.scales[n].to(dtype) for n, g in wide.per_example().items()}
         mapped = DirectIO(io.name, grads).sq_norms()
         spread, rounding = wide.spread()
-        return raised(mapped, 2 * self._largest * rounding * spread)
+        return raised(mapped, 2 * self.largest * rounding * spread)
 
     @cached_property
-    def _largest(self) -> float:
+    def largest(self) -> float:
         return max(float(s.max()) for s in self.scales.values())
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
@@ -267,6 +274,10 @@ class KroneckerMap(DenseMap):
         terms = 8 + (io.shape.positions if isinstance(io, DenseIO) else 0)
         stretched = terms * ROUNDING[torch.float32] * self.right.condition
         return None if stretched <= SUM_STRETCH else wide
+
+    @property
+    def largest(self) -> float:
+        return self.scale * self.left.largest * self.right.largest
 
     def _sum_rounding(self, io: LayerIO) -> float:
         return ROUNDING[self.sum_dtype(io) or compute_dtype(like(io))]
@@ -405,11 +416,6 @@ def _directions(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sq_norms(g: Tensor) -> Tensor:
     return IdentityRoot().sq_norms(g)
-
-
-def raised(squares: Tensor, error: Tensor) -> Tensor:
-    """``(sqrt(squares) + error)^2``: the norm with a rounding error of that length."""
-    return (squares.sqrt() + error).square()
 
 
 def map_rounding(root: Root, u: float) -> float:
