@@ -76,15 +76,14 @@ class JoinedIO(LayerIO):
         return tuple(dict.fromkeys(n for part in self.parts for n in part.names))
 
     def sq_norms(self) -> Tensor:
-        total = torch.stack([part.sq_norms() for part in self.parts]).sum(0)
-        shared = False
+        names = [name for part in self.parts for name in part.names]
+        if len(set(names)) == len(names):  # each has allowed for its own rounding
+            return torch.stack([part.sq_norms() for part in self.parts]).sum(0)
+        total = torch.stack([_wide_sq_norms(part) for part in self.parts]).sum(0)
         for left, right in combinations(self.parts, 2):
             for name in left.names:
                 if name in right.names:
                     total = total + 2 * _cross(left, right, name)
-                    shared = True
-        if not shared:  # the parts have allowed for their own rounding
-            return total
         errors = [spread * e for spread, e in (part.spread() for part in self.parts)]
         return raised(total.clamp_min(0), torch.stack(errors).sum(0))
 
@@ -146,6 +145,22 @@ def _cross(left: LayerIO, right: LayerIO, name: str) -> Tensor:
         values.append(value)
     (s, _), (t, _) = left.spread(), right.spread()
     return torch.cat(values) + (length + 8) * ROUNDING[torch.float64] * s * t
+
+
+def _wide_sq_norms(io: LayerIO) -> Tensor:
+    """Without what the sum of this part alone would round: parts may cancel."""
+    one = io.take(slice(0, 1))
+    each = sum(x.numel() for x in _tensors(one))
+    return torch.cat(
+        [_in_float64(io.take(part)).sq_norms() for part in _chunks(io, each)]
+    )
+
+
+def _tensors(io: LayerIO) -> list[Tensor]:
+    if isinstance(io, DenseIO | LookupIO):
+        return [x for call in io.calls for x in call]
+    assert isinstance(io, DirectIO)
+    return list(io.grads.values())
 
 
 def _chunks(io: LayerIO, each: int) -> Iterator[slice]:

@@ -63,9 +63,9 @@ class RandomStreams:
     Args:
         seed: of the public streams (initialisation, probes); None draws one.
         unsafe_reproducible_noise: makes the *secret* streams (noise, sampling, dropout,
-            views) reproducible from a number. Whoever knows the number can subtract the noise:
-            for tests and paired experiments on public data, never for a release. The
-            ledger notes it.
+            views) reproducible from a number. Whoever knows the number can subtract the
+            noise: for tests and paired experiments on public data, never for a release.
+            The ledger notes it.
     """
 
     def __init__(
