@@ -32,6 +32,11 @@ def test_faults_have_names_of_their_own():
     assert len(set(names)) == len(names)
 
 
+def test_every_rule_of_the_design_has_a_fault():
+    first_words = [fault.rule.split()[0] for fault in FAULTS]
+    assert {int(w) for w in first_words if w.isdigit()} == set(range(1, 14))
+
+
 @pytest.mark.parametrize("clause", PEERS, ids=lambda c: c.failure)
 def test_every_failure_seen_elsewhere_has_a_check_that_can_fail(clause):
     can_fail = {fault.check for fault in FAULTS}

@@ -87,10 +87,10 @@ def data(net, seed=0):
         return TensorDataset(ids, y)
     x = torch.randn(n, *shape, generator=generator)
     spare = x[DRAWN:]
-    for k, value in enumerate((float("nan"), float("inf"), 1e30, 1e-42, 0.0, 1e4)):
-        spare[k] = (
-            value if value != value or value in (0.0, 1e-42) else spare[k] * value
-        )
+    spare[0], spare[1] = float("nan"), float("inf")
+    spare[2] *= 1e30
+    spare[3], spare[4] = 1e-42, 0.0
+    spare[5] *= 1e4
     spare[6] = x[0]  # duplicates
     spare[7] = -x[1]
     spare[8], y[DRAWN + 8] = x[2], (y[2] + 1) % CLASSES

@@ -29,6 +29,9 @@ __all__ = ["clipped_sum", "own_copy"]
 #: to more than the last digits of the bound, and differently with and without others.
 LARGEST_REACH = 2.0**11
 
+#: The same for float64. What is left of such an example is rounding and nothing else.
+LARGEST_WIDE_REACH = 2.0**40
+
 
 def clipped_sum(
     ios: Sequence[LayerIO],
@@ -67,8 +70,9 @@ def clipped_sum(
     Guarantees:
         One unit moves the sum by at most ``rule.bound`` in L2 norm, whatever it is.
         What float32 additions round away depends on everybody in the batch; layers in
-        which an example cancels (``LARGEST_REACH``) are therefore added up in float64,
-        or, in a graph, such an example contributes zero.
+        which an example cancels (``LARGEST_REACH``) are therefore added up in float64.
+        In a graph, or if that is not enough (``LARGEST_WIDE_REACH``), such an example
+        contributes zero.
         An example with a non-finite value anywhere, or a norm that overflows,
         contributes exactly zero, and leaves the others as they are.
     """
@@ -97,15 +101,15 @@ def clipped_sum(
             [own.weights(n) for own, n in zip(rules, sq_norms, strict=True)]
         )
         weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
-        cancels = _cancelling(ios, weights, parts, rule.bound)
-        wide = torch.zeros(weights.shape[:2], dtype=torch.bool)
-        if branch_free:
-            kept = kept & ~cancels.flatten(0, 1).any(0)
-            weights = torch.where(kept, weights, torch.zeros_like(weights))
-        else:
-            wide = cancels.any(2).cpu()
+        narrow, all_of_it = _cancelling(ios, weights, parts, rule.bound)
+        dropped = (narrow | all_of_it if branch_free else all_of_it).flatten(0, 1)
+        kept = kept & ~dropped.any(0)
+        weights = torch.where(kept, weights, torch.zeros_like(weights))
+        wide = [[False] * len(ios)] * len(parts)
+        if not branch_free:
+            wide = narrow.any(2).tolist()
         mapped: dict[str, Tensor] = {}
-        for own, weight, widened in zip(parts, weights, wide.tolist(), strict=True):
+        for own, weight, widened in zip(parts, weights, wide, strict=True):
             total = _weighted_sum(ios, weight, parameters, own.whitener, widened)
             for name, value in own.whitener.apply(total).items():
                 mapped[name] = mapped[name] + value if name in mapped else value
@@ -140,26 +144,31 @@ def _weighted_sum(
 
 def _cancelling(
     ios: Sequence[LayerIO], weights: Tensor, parts: Sequence[Part], bound: float
-) -> Tensor:
-    """Whose terms reach too far for a float32 sum of a layer, ``[K, L, B]``."""
-    found = torch.zeros(weights.shape, dtype=torch.bool, device=weights.device)
+) -> tuple[Tensor, Tensor]:
+    """Who reaches too far for a layer's float32 sum, and who for any, ``[K, L, B]``."""
+    narrow = torch.zeros(weights.shape, dtype=torch.bool, device=weights.device)
+    all_of_it = narrow.clone()
     for k, own in enumerate(parts):
         for layer, io in enumerate(ios):
-            reach = _reach(io, own.whitener)
-            if reach is not None:
-                far = reach * weights[k, layer] > LARGEST_REACH * bound
-                # an infinite reach times a weight of zero is no number
-                found[k, layer] = far | ~torch.isfinite(reach)
-    return found
+            wide = own.whitener.sum_dtype(io) is torch.float64
+            reach = _reach(io, own.whitener, wide)
+            if reach is None:
+                continue
+            # an infinite reach times a weight of zero is no number
+            share = (reach * weights[k, layer] / bound).nan_to_num(nan=torch.inf)
+            all_of_it[k, layer] = share > LARGEST_WIDE_REACH
+            if not wide:
+                narrow[k, layer] = share > LARGEST_REACH
+    return narrow, all_of_it
 
 
-def _reach(io: LayerIO, whitener: Whitener) -> Tensor | None:
+def _reach(io: LayerIO, whitener: Whitener, wide: bool) -> Tensor | None:
     """The most that an example's terms add up to under the map; None if not too far."""
-    if isinstance(io, UnreachedIO) or whitener.sum_dtype(io) is torch.float64:
+    if isinstance(io, UnreachedIO):
         return None
     reach, stretch = io.reach(), whitener.stretch(io)
-    if reach is None and stretch == 1:
-        return None  # no longer than the gradient itself, which is clipped
+    if reach is None and (wide or stretch == 1):
+        return None  # not much longer than the gradient itself, which is clipped
     return stretch * (io.spread()[0] if reach is None else reach)
 
 

@@ -45,6 +45,7 @@ from curvedp.layers.precision import (
     compute_dtype,
     norm_dtype,
     short_products,
+    square_dtype,
 )
 from curvedp.layers.rounding import (
     TINY,
@@ -207,10 +208,16 @@ class DenseIO(LayerIO):
     def reach(self) -> Tensor | None:
         if self.shape.positions == 1:
             return None
-        dtype = compute_dtype(self.calls[0][1])
-        bias = self.bias is not None
-        rows = (self._rows(part, dtype) for part, _ in self.chunks())
-        return torch.cat([_sq_spread(a, d, bias).sqrt() for a, d in rows])
+        found = []
+        for part, _ in self.chunks():
+            a, d = self._rows(part, compute_dtype(self.calls[0][1]))
+            wide = square_dtype(d)  # float32 overflows where the product does not
+            lengths: Tensor = torch.linalg.vector_norm(a, dim=(-2, -1), dtype=wide)
+            if self.bias is not None:
+                lengths = (lengths.square() + a.shape[2]).sqrt()
+            products = lengths * torch.linalg.vector_norm(d, dim=(-2, -1), dtype=wide)
+            found.append(torch.linalg.vector_norm(products, dim=1))
+        return torch.cat(found)
 
     def per_example(self) -> dict[str, Tensor]:
         dtype = compute_dtype(self.calls[0][1])

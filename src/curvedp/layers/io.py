@@ -79,7 +79,7 @@ class LayerIO(ABC):
         """
 
     def reach(self) -> Tensor | None:
-        """S as in ``spread``, in fewer digits and not below the truth, ``[B]``.
+        """S as in ``spread``, ``[B]``, up to rounding.
 
         None where nothing can cancel: ``g_i`` is a single term, or written down.
         """

@@ -15,9 +15,8 @@ norm is raised by what float32 can hide, ``e ||P|| S`` with e from lemma 4 of
 The clipped sum is added up before it is mapped, and a map may stretch its rounding more
 than the gradient, which may lie where the map shrinks most. An example's rounding is at
 most ``e = (T + 8) v S`` with v the round-off of the sum and
-``S >= sum_t ||d_t|| ||a_t||``, and a norm is raised to ``||P g|| + ||P|| e``: by
-nothing to speak of in float64, in the fourth digit in float32. A map that could make it
-more than that, by its condition, is added up in float64 where norms are.
+``S >= sum_t ||d_t|| ||a_t||``, and a norm is raised to ``||P g|| + ||P|| e``. A map
+that could make much of it, by its condition, is added up in float64 where norms are.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -109,16 +108,13 @@ class IdentityMap:
     """Leaves parameters as they are: tied ones, and layers that a user leaves out."""
 
     names: tuple[str, ...]
+    largest: ClassVar[float] = 1.0
 
     def sq_norms(self, io: LayerIO) -> Tensor:
         return io.sq_norms()
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
         return None
-
-    @property
-    def largest(self) -> float:
-        return 1.0
 
     def apply(self, values: Values) -> dict[str, Tensor]:
         return {name: values[name] for name in self.names}
@@ -293,10 +289,8 @@ class KroneckerMap(DenseMap):
         found = []
         for start in range(0, io.batch_size, size):
             part = {n: g[start : start + size] for n, g in grads.items()}
-            m = self.matrix(part)
-            rounding = 8 * self._sum_rounding(io)
-            m = m.to(norm_dtype(m))
-            rounding += self._map_rounding(m.dtype)
+            m = (own := self.matrix(part)).to(norm_dtype(own))
+            rounding = 8 * self._sum_rounding(io) + self._map_rounding(m.dtype)
             error = largest * rounding * _sq_norms(m).sum(1).sqrt()
             found.append(raised(self._of_gradients(m), error))
         return torch.cat(found)
