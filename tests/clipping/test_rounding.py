@@ -244,6 +244,24 @@ def test_what_cancels_in_others_does_not_round_differently_without_one(monkeypat
     assert without_the_first(a, d) > 1 + 1e-3
 
 
+@pytest.mark.parametrize("examples", [64, 1024, 4096])
+def test_equal_examples_do_not_round_apart(examples, monkeypatch):
+    """The sum is as large as can be, and its last digit with it."""
+
+    def worst():
+        found = []
+        for seed in range(6):
+            generator = torch.Generator().manual_seed(seed)
+            a = 10 * torch.randn(1, 1, 1, generator=generator).expand(examples, 1, 1)
+            d = torch.ones(examples, 1, 2)
+            found.append(without_the_first(a.contiguous(), d))
+        return max(found)
+
+    assert worst() <= 1 + SLACK
+    monkeypatch.setattr(bounded, "_kept_of_bound", lambda *_: 1.0)
+    assert worst() > 1
+
+
 def test_in_a_graph_what_cancels_contributes_nothing():
     a = torch.ones(2, 2, 3)
     d = torch.tensor([[1e8, -1e8], [1.0, 2.0]]).unsqueeze(-1)

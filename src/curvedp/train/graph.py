@@ -70,6 +70,7 @@ class GraphedPass:
         slots: rows of one unit.
         views: of an example, whose mean gradient is clipped.
         norms: precision of the norms.
+        expected: declared batch size of a step.
         capture: how a pass is recorded; its slow twin runs the pass again.
 
     Attributes:
@@ -85,6 +86,7 @@ class GraphedPass:
         slots: int = 1,
         views: int = 1,
         norms: NormPrecision = NormPrecision.WIDE,
+        expected: float = 0.0,
         capture: Capture | None = None,
     ) -> None:
         self._recorded = recorded
@@ -93,6 +95,7 @@ class GraphedPass:
         self._slots = slots
         self._views = views
         self._norms = norms
+        self._expected = expected
         self._capture = capture or CudaCapture()
         self._graphs: dict[Hashable, tuple[list[Any], Pass]] = {}
         self._whitener: Whitener | None = None
@@ -157,6 +160,7 @@ class GraphedPass:
                 slots=self._slots,
                 branch_free=True,
                 norms=self._norms,
+                expected=self._expected,
             )
             return part, loss
 
