@@ -36,13 +36,13 @@ class Sizes:
     """How much of each is done; the defaults are the page's."""
 
     cases: int | None = None
-    steps: int = 3
-    sums: int = 3000
-    runs: int = 120
+    steps: int = 2
+    sums: int = 2000
+    runs: int = 80
     draws: int = 10**8
     sampled_steps: int = 100_000
     planted: int | None = None
-    mutants: int = 32
+    mutants: int = 16
     audited: tuple[str, ...] | None = None
     audit: dict[str, Any] = field(default_factory=dict)
     folders: tuple[str, ...] = ("crash", "hostile")

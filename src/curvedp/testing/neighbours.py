@@ -125,7 +125,7 @@ class Replay:
         try:
             self._pass(list(units))
         finally:
-            del engine.release  # type: ignore[method-assign]
+            del engine.release
             engine._open = type(engine._open)()
         (total,) = found
         return total
@@ -172,7 +172,7 @@ class Replay:
             "bound": rule.bound,
             "divisor": engine.plan.sampling.expected_batch_size,
             "event": engine._event,
-            "noise": (engine._mechanism.noise_multiplier, engine._mechanism.bound),
+            "noise": repr(engine._mechanism),
             "parameters": [
                 float(p.detach().double().sum()) for p in engine.parameters.values()
             ],
@@ -267,7 +267,8 @@ def try_neighbours(
             not finite.
     """
     base, public = replay.sum_of(drawn), None
-    tried, kinds = 0, {}
+    tried = 0
+    kinds: dict[str, float] = {}
     for kind, units, relation in neighbours(drawn, spare, limit):
         public = public or replay.public()
         other = replay.sum_of(units)
