@@ -201,19 +201,23 @@ def test_without_the_allowance_the_sum_would_break_the_bound(monkeypatch):
 
 def test_rounding_along_the_gradient_is_allowed_for(monkeypatch):
     """Where ``n^2 + e^2`` would not do: it takes an error for orthogonal to g."""
-    generator = torch.Generator().manual_seed(216)
-    a, d = (torch.randn(1, 2, 1, generator=generator) for _ in "ad")
-    scale = 3e4 * torch.rand(1, generator=generator)
-    moved = a * (1 + 1e-4 * torch.randn(a.shape, generator=generator))
-    cancelling = torch.cat([a, moved], 1), torch.cat([d, -d], 1) * scale
+
+    def worst():
+        found = []
+        for seed in range(40):
+            generator = torch.Generator().manual_seed(seed)
+            a, d = (torch.randn(1, 2, 1, generator=generator) for _ in "ad")
+            for _ in range(5):
+                scale = 3e4 * torch.rand(1, generator=generator)
+                moved = a * (1 + 1e-4 * torch.randn(a.shape, generator=generator))
+                io = linear_io(torch.cat([a, moved], 1), torch.cat([d, -d], 1) * scale)
+                found.append(added_up(io, FlatClipping(1.0)))
+        return max(found)
+
     monkeypatch.setattr(bounded, "LARGEST_REACH", math.inf)
-    assert added_up(linear_io(*cancelling), FlatClipping(1.0)) <= 1 + SLACK
-
-    def orthogonal(squares, error):
-        return squares + error.square()
-
-    monkeypatch.setattr(dense, "raised", orthogonal)
-    assert added_up(linear_io(*cancelling), FlatClipping(1.0)) > 1 + 100 * SLACK
+    assert worst() <= 1 + SLACK
+    monkeypatch.setattr(dense, "raised", lambda squares, e: squares + e.square())
+    assert worst() > 1 + 100 * SLACK
 
 
 def without_the_first(a, d):
@@ -252,7 +256,7 @@ def test_equal_examples_do_not_round_apart(examples, monkeypatch):
         found = []
         for seed in range(6):
             generator = torch.Generator().manual_seed(seed)
-            a = 10 * torch.randn(1, 1, 1, generator=generator).expand(examples, 1, 1)
+            a = 10 * torch.randn(1, 1, 3, generator=generator).expand(examples, 1, 3)
             d = torch.ones(examples, 1, 2)
             found.append(without_the_first(a.contiguous(), d))
         return max(found)
