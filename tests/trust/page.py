@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,8 +135,16 @@ class Beside:
             )
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._running = subprocess.Popen(
-            ["sh", "-c", "; ".join(commands) or "true"], cwd=ROOT, env=environment
+            ["sh", "-c", "; ".join(commands) or "true"],
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
         )
+
+    def stop(self) -> None:
+        """End what is still running, if the page is given up."""
+        if self._running.poll() is None:
+            os.killpg(self._running.pid, signal.SIGTERM)
 
     def result(self) -> dict[str, Any]:
         self._running.wait()
@@ -158,10 +167,13 @@ def measured(sizes: Sizes, say=lambda text: None) -> dict[str, Any]:
     result: dict[str, Any] = {"date": date.today().isoformat()}
     with tempfile.TemporaryDirectory() as folder:
         beside = Beside(sizes, Path(folder))
-        for part in (neighbours, fuzz, planted_bugs, noise, samplers, audits):
-            result[part.__name__] = part(sizes)
-            say(f"{time.monotonic() - started:6.0f} s  {part.__name__}")
-        result |= beside.result()
+        try:
+            for part in (neighbours, fuzz, planted_bugs, noise, samplers, audits):
+                result[part.__name__] = part(sizes)
+                say(f"{time.monotonic() - started:6.0f} s  {part.__name__}")
+            result |= beside.result()
+        finally:
+            beside.stop()
     result["minutes"] = (time.monotonic() - started) / 60
     return result
 
