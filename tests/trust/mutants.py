@@ -32,7 +32,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("clipping", "noise", "sampling", "accounting")
 #: The choice of mutants; another number is another sample.
 SEED = 7
-#: Tests of a mutant may take this long, in seconds; a mutant that hangs is killed too.
+#: Tests of a mutant may take this long, in seconds. One that takes longer is counted by
+#: itself: it may hang, or the machine may be slow.
 LIMIT = 240
 #: Tests of modules, where not those of their package.
 TESTS = {
@@ -233,8 +234,8 @@ def _child(mutant: Mutant) -> int:
     )  # fmt: skip
 
 
-def survives(mutant: Mutant, limit: float = LIMIT) -> bool:
-    """Whether all tests of its package pass with it."""
+def survives(mutant: Mutant, limit: float = LIMIT) -> bool | None:
+    """Whether all tests of its package pass with it; None if they took too long."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -250,7 +251,7 @@ def survives(mutant: Mutant, limit: float = LIMIT) -> bool:
         time.sleep(0.05)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return False
+    return None
 
 
 def main() -> None:
@@ -265,19 +266,21 @@ def main() -> None:
     chosen = sample(given.count, given.seed)
     if given.package:
         chosen = [m for m in chosen if m.package == given.package]
-    survivors = []
+    survivors, late = [], []
     for mutant in chosen:
         started = time.monotonic()
         alive = survives(mutant)
         survivors += [mutant] if alive else []
-        word = "SURVIVED" if alive else "killed"
+        late += [mutant] if alive is None else []
+        word = {True: "SURVIVED", False: "killed", None: "too slow"}[alive]
         print(f"{word:8} {time.monotonic() - started:5.1f} s  {mutant}", flush=True)
-    killed = len(chosen) - len(survivors)
+    killed = len(chosen) - len(survivors) - len(late)
     total = len(all_mutants())
     print(f"mutants killed: {killed} of {len(chosen)}, drawn from {total}")
+    print(f"too slow to tell: {len(late)}")
     if given.json:
         result = {"mutants": len(chosen), "killed": killed, "of": total,
-                  "seed": given.seed,
+                  "seed": given.seed, "too_slow": len(late),
                   "survivors": [asdict(m) for m in survivors]}  # fmt: skip
         given.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -200,8 +200,8 @@ def page(result: dict[str, Any]) -> str:
     if "mutants" in result:
         own = result["mutants"]
         lines.append(
-            f"| mutants killed | {own['killed']} of {own['mutants']}, drawn from "
-            f"{own['of']} |"
+            f"| mutants killed | {own['killed']} of {own['mutants']} "
+            f"({own['too_slow']} too slow to tell), drawn from {own['of']} |"
         )
     words = {"crash": "faults survived", "hostile": "hostile inputs refused"}
     for name, what in words.items():
