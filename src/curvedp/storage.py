@@ -24,6 +24,7 @@ from curvedp.errors import StorageError
 __all__ = [
     "as_storage_error",
     "clear_leftovers",
+    "json_text",
     "make_folder",
     "read_json",
     "remove_folder",
@@ -153,8 +154,13 @@ def make_folder(folder: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file, whole or not at all."""
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    text = json_text(value)
     write_atomically(path, lambda p: _write_text(p, text))
+
+
+def json_text(value: Any) -> str:
+    """A JSON document for people too."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:

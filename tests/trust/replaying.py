@@ -62,6 +62,8 @@ def settings(recipe, net):
     own = RECIPES[recipe]
     if own.pretraining is not None:
         found |= {"probes": public(net)}
+    if own.correlation is not None:
+        found |= {"bands": 2}
     if own.curvature is not None and not own.curvature.from_releases:
         found |= {"probe_size": 8, "probe_batches": 2}
     return found
@@ -86,7 +88,9 @@ def replayed(case, *, steps=2, limit=None):
     units = nets.DRAWN + nets.SPARE if people is None else len(set(people))
     cut = nets.DRAWN if people is None else units // 2
     for _ in range(steps):
-        drawn, spare = list(range(cut)), list(range(cut, units))
+        assert set(replay.drawable) <= set(range(units))
+        drawn = [unit for unit in replay.drawable if unit < cut]
+        spare = [unit for unit in replay.drawable if unit >= cut]
         total += try_neighbours(replay, drawn, spare, limit=limit)
         replay.advance(drawn)
     return total
@@ -111,13 +115,19 @@ VARIATIONS = [
 OF_IMAGES = [{"augment": lambda x, generator: 0.5 * x, "views": 2}]
 
 
+def fits(recipe, options):
+    """Correlated noise is refused with a grid and with a threshold that moves."""
+    apart = options.get("secure") or options.get("clipping") == "adaptive"
+    return RECIPES[recipe].correlation is None or not apart
+
+
 def cases(recipes=None):
     """Every recipe on every net, with the variations in turn."""
-    turn = itertools.count()
+    turn = itertools.cycle(VARIATIONS)
     for recipe in recipes or PRIVATE:
         for net in nets.NETS:
             for tier in ("loop", "train_on"):
-                options = VARIATIONS[next(turn) % len(VARIATIONS)]
+                options = next(o for o in turn if fits(recipe, o))
                 yield Case(recipe, net, tier, options)
     for options in VARIATIONS[1:]:
         for net in nets.NETS:

@@ -13,12 +13,14 @@ from curvedp.accounting.accountants import (
 from curvedp.accounting.calibrate import calibrate_sigma, calibrate_steps, epsilon_of
 from curvedp.accounting.events import (
     ComposedEvent,
+    CyclicGaussianEvent,
     Event,
     GaussianEvent,
     PoissonGaussianEvent,
     RepeatAndSelectEvent,
     event_from_json,
     repeated,
+    sequential,
     tally,
 )
 from curvedp.accounting.ledger import Ledger, read_ledger
@@ -29,6 +31,7 @@ from curvedp.accounting.selection import Repeats, calibrate_selected_sigma
 __all__ = [
     "Accountant",
     "ComposedEvent",
+    "CyclicGaussianEvent",
     "Event",
     "GaussianEvent",
     "Ledger",
@@ -50,5 +53,6 @@ __all__ = [
     "get_accountant",
     "read_ledger",
     "repeated",
+    "sequential",
     "tally",
 ]

@@ -26,12 +26,14 @@ from curvedp.values import is_number
 
 __all__ = [
     "ComposedEvent",
+    "CyclicGaussianEvent",
     "Event",
     "GaussianEvent",
     "PoissonGaussianEvent",
     "RepeatAndSelectEvent",
     "event_from_json",
     "repeated",
+    "sequential",
     "tally",
 ]
 
@@ -129,6 +131,68 @@ class PoissonGaussianEvent(Event):
         return cls(
             noise_multiplier=_number(data, "noise_multiplier"),
             sample_rate=_number(data, "sample_rate"),
+        )
+
+
+@dataclass(frozen=True)
+class CyclicGaussianEvent(Event):
+    """Correlated Gaussian noise on a Poisson sample of one group out of several.
+
+    An example is in one group, and only its group's events are about it. So events of
+    different groups do not add up: the group with the most of them is what counts
+    (:func:`sequential`). Each is one Gaussian event for its group because a strategy
+    with as many bands as there are groups has columns that do not meet.
+
+    Attributes:
+        noise_multiplier: of the noise before it is correlated, as in
+            :class:`GaussianEvent`, for a strategy with columns of norm up to 1.
+        sample_rate: the declared probability q of each *member of the group*.
+        groups: b.
+        group: whose turn it was.
+        assignment: which drawing of the groups, by a public name of it. When groups are
+            drawn anew, an example may change its group, and what was before adds up.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    groups: int
+    group: int
+    assignment: str = ""
+    kind: ClassVar[str] = "cyclic-gaussian"
+
+    def __post_init__(self) -> None:
+        check_noise(self.noise_multiplier)
+        check_rate(self.sample_rate)
+        check_count(self.groups, "groups", at_least=1)
+        check_count(self.group, "group")
+        if not isinstance(self.assignment, str):
+            raise ConfigurationError(
+                f"assignment of the event is {self.assignment!r}, not text"
+            )
+        if self.group >= self.groups:
+            raise ConfigurationError(
+                f"group {self.group} of {self.groups}", "groups are counted from 0"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain JSON values."""
+        return {
+            "kind": self.kind,
+            "noise_multiplier": self.noise_multiplier,
+            "sample_rate": self.sample_rate,
+            "groups": self.groups,
+            "group": self.group,
+            "assignment": self.assignment,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CyclicGaussianEvent:
+        """Read back what :meth:`to_json` wrote."""
+        whole = {name: data.get(name) for name in ("groups", "group", "assignment")}
+        return cls(
+            noise_multiplier=_number(data, "noise_multiplier"),
+            sample_rate=_number(data, "sample_rate"),
+            **whole,  # type: ignore[arg-type]  # checked when it is made
         )
 
 
@@ -266,6 +330,28 @@ def tally(events: Iterable[Event]) -> ComposedEvent:
         for leaf, count in repeated(event, 1).leaves():
             counts[leaf] = counts.get(leaf, 0) + count
     return ComposedEvent(tuple(counts.items()))
+
+
+def sequential(event: Event) -> ComposedEvent:
+    """What happened to one example at most: the events that have to be added up.
+
+    Of events whose groups take turns, those of the group with the most of them, each a
+    Poisson-sampled Gaussian. Everything else as :func:`tally` counts it.
+
+    >>> turns = [CyclicGaussianEvent(1.0, 0.1, 2, step % 2) for step in range(5)]
+    >>> sequential(tally(turns)).parts
+    ((PoissonGaussianEvent(noise_multiplier=1.0, sample_rate=0.1), 3),)
+    """
+    most: dict[tuple[float, float, int, str], int] = {}
+    plain: list[tuple[Event, int]] = []
+    for leaf, count in tally([event]).parts:
+        if isinstance(leaf, CyclicGaussianEvent):
+            key = leaf.noise_multiplier, leaf.sample_rate, leaf.groups, leaf.assignment
+            most[key] = max(count, most.get(key, 0))
+        else:
+            plain.append((leaf, count))
+    plain += [(PoissonGaussianEvent(*key[:2]), count) for key, count in most.items()]
+    return tally([ComposedEvent(tuple(plain))])
 
 
 def _number(data: Mapping[str, Any], name: str) -> float:

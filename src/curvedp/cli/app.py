@@ -13,6 +13,7 @@ from curvedp.cli import (
     diagnose,
     doctor,
     inspect,
+    noise,
     privacy,
     recipes,
     sweep,
@@ -60,3 +61,4 @@ doctor.register(app)
 audit.register(app)
 app.add_typer(diagnose.app, name="diagnose")
 app.add_typer(privacy.app, name="privacy")
+app.add_typer(noise.app, name="noise")

@@ -19,6 +19,7 @@ from curvedp.testing.neighbours import (
     WatchedData,
     try_neighbours,
 )
+from curvedp.testing.noise import check_strategy
 from curvedp.testing.reference import clipped_sum, per_example_gradients
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "WatchedData",
     "check_clipping_rule",
     "check_mechanism",
+    "check_strategy",
     "check_transform",
     "check_whitener",
     "clipped_sum",

@@ -34,13 +34,13 @@ from torch.utils.data import Dataset
 
 from curvedp.barrier import ClippedSum, Relation
 from curvedp.noise import Stream
-from curvedp.sampling import PoissonSampler
+from curvedp.sampling import CyclicSampler, Sampler
 from curvedp.train.private import Private
 
 __all__ = ["Figures", "NeighbourError", "Replay", "WatchedData", "try_neighbours"]
 
 #: Streams whose draws belong to the rows of a batch, and not to the run.
-_OF_ROWS = (Stream.SAMPLING, Stream.VIEWS, Stream.FORWARD)
+_OF_ROWS = (Stream.SAMPLING, Stream.GROUPS, Stream.VIEWS, Stream.FORWARD)
 
 
 class NeighbourError(AssertionError):
@@ -63,13 +63,24 @@ class WatchedData(Dataset[Any]):
 
 
 @dataclass(frozen=True)
-class _Told(PoissonSampler):
-    """Draws what it is told to."""
+class _Told:
+    """Draws what it is told to, if the run's own sampler could have drawn it."""
 
-    units: list[int] = field(default_factory=list, repr=False)
+    own: Sampler
+    units: list[int] = field(repr=False)
 
     def draw(self, step: int, population: int) -> npt.NDArray[np.int64]:
+        strangers = set(self.units) - set(_drawable(self.own, step, population))
+        if strangers:
+            raise NeighbourError(f"{len(strangers)} units cannot be drawn in this step")
         return np.array(self.units, dtype=np.int64)
+
+
+def _drawable(sampler: Sampler, step: int, population: int) -> list[int]:
+    """Units that a step may draw: all, or those of the group whose turn it is."""
+    if isinstance(sampler, CyclicSampler):
+        return sorted(sampler.members(step, population).tolist())
+    return list(range(population))
 
 
 class Replay:
@@ -95,6 +106,12 @@ class Replay:
     def plan(self) -> Any:
         """Of the run."""
         return self._private.plan
+
+    @property
+    def drawable(self) -> list[int]:
+        """Units that the next step may draw; where groups take turns, one group."""
+        loader = self._engine._loader
+        return _drawable(loader._sampler, self._engine.step, loader._size)
 
     def _note_draws(self) -> None:
         streams = self._engine.streams
@@ -137,7 +154,7 @@ class Replay:
     def _pass(self, units: list[int]) -> None:
         loader = self._engine._loader
         own = loader._sampler
-        loader._sampler = _Told(own.sample_rate, own.generator, units)
+        loader._sampler = _Told(own, units)
         before = len(self._data.accessed) if self._data is not None else 0
         self._private.model.train()
         try:
@@ -171,8 +188,8 @@ class Replay:
             "rule": rule.to_json(),
             "bound": rule.bound,
             "divisor": engine.plan.sampling.expected_batch_size,
-            "event": engine._event,
-            "noise": repr(engine._mechanism),
+            "event": engine.noise.event(engine.step),
+            "noise": repr(engine.noise.mechanism),
             "parameters": [
                 float(p.detach().double().sum()) for p in engine.parameters.values()
             ],

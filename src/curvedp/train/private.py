@@ -260,6 +260,7 @@ class Private:
         if isinstance(ledger, MemoryLedger) and "ledger" in state:
             ledger.absorb(state["ledger"])
         self._load(state, state["model"])
+        self._engine.noise.rejoin(self.step)
 
     def save(self, extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint into the run folder, with states of your own (extra).
@@ -305,8 +306,8 @@ class Private:
             self._check_facts(checkpoint.facts, str(folders[-1]))
             self._load(checkpoint.state, checkpoint.model)
             extra = checkpoint.state["extra"]
+        self._engine.recover()
         if journal is not None:
-            self._engine.recover()
             note_lost_releases(ledger, journal, self.step)
         return extra
 
@@ -327,6 +328,7 @@ class Private:
             "chain": self._engine.chain_state,
             "threshold": self._engine.threshold,
             "whiteners": self._engine.whiteners.state(),
+            "noise": self._engine.noise.stored(),
         }
 
     def _load(self, state: dict[str, Any], model: dict[str, Tensor]) -> None:
@@ -342,6 +344,7 @@ class Private:
         self._engine.threshold = state["threshold"]
         self._engine.step = state["step"]
         self._engine.whiteners.load(state.get("whiteners", {}))
+        self._engine.noise.load(state.get("noise", {}))
 
     def _facts(self) -> dict[str, Any]:
         views = self._engine.views
