@@ -22,7 +22,7 @@ from curvedp.clipping import (
     bounded,
 )
 from curvedp.clipping.bounded import clipped_sum
-from curvedp.layers import Batch, Recording, cover, dense, lookup, precision
+from curvedp.layers import Batch, Recording, cover, dense, lookup, precision, rounding
 from curvedp.layers.conv import ConvGeometry
 from curvedp.layers.costs import NormMethod
 from curvedp.layers.dense import DenseIO
@@ -57,7 +57,14 @@ def norms(request):
         yield request.param
 
 
+def counting_what_is_left(monkeypatch):
+    """Norms of what cancels are what they are, and contributions are not shortened."""
+    monkeypatch.setattr(rounding, "REACH", dict.fromkeys(rounding.REACH, math.inf))
+    monkeypatch.setattr(bounded, "kept_of_bound", lambda *_: 1.0)
+
+
 def without_allowances(monkeypatch, *modules):
+    counting_what_is_left(monkeypatch)
     for module in modules:
         monkeypatch.setattr(module, "ROUNDING", dict.fromkeys(precision.ROUNDING, 0.0))
         monkeypatch.setattr(module, "gamma", lambda *_: 0.0, raising=False)
@@ -193,7 +200,7 @@ def test_without_the_allowance_the_sum_would_break_the_bound(monkeypatch):
     # the norm is exact in float64; what is added up in float32 is rounding, mostly
     a, d = random_cancellation(16, 40, 10, 1e-8, 1e8, seed=3)
     assert added_up(linear_io(a, d), FlatClipping(50.0)) <= 1 + SLACK
-    monkeypatch.setattr(bounded, "LARGEST_REACH", math.inf)  # float32 sums, always
+    counting_what_is_left(monkeypatch)
     assert added_up(linear_io(a, d), FlatClipping(50.0)) <= 1 + SLACK
     without_allowances(monkeypatch, dense)
     assert added_up(linear_io(a, d), FlatClipping(50.0)) > VISIBLE
@@ -214,9 +221,11 @@ def test_rounding_along_the_gradient_is_allowed_for(monkeypatch):
                 found.append(added_up(io, FlatClipping(1.0)))
         return max(found)
 
-    monkeypatch.setattr(bounded, "LARGEST_REACH", math.inf)
+    counting_what_is_left(monkeypatch)
     assert worst() <= 1 + SLACK
-    monkeypatch.setattr(dense, "raised", lambda squares, e: squares + e.square())
+    monkeypatch.setattr(
+        dense, "counted", lambda squares, s, e, _: squares + (e * s).square()
+    )
     assert worst() > 1 + 100 * SLACK
 
 
@@ -244,7 +253,7 @@ def test_what_cancels_in_others_does_not_round_differently_without_one(monkeypat
     a, d = torch.cat([a, a], 1), torch.cat([d, -d], 1)
     a[0], d[0] = torch.randn(2, 30), torch.randn(2, 10)
     assert without_the_first(a, d) <= 1 + SLACK
-    monkeypatch.setattr(bounded, "LARGEST_REACH", math.inf)
+    monkeypatch.setattr(rounding, "REACH", dict.fromkeys(rounding.REACH, math.inf))
     assert without_the_first(a, d) > 1 + 1e-3
 
 
@@ -262,27 +271,59 @@ def test_equal_examples_do_not_round_apart(examples, monkeypatch):
         return max(found)
 
     assert worst() <= 1 + SLACK
-    monkeypatch.setattr(bounded, "_kept_of_bound", lambda *_: 1.0)
+    monkeypatch.setattr(bounded, "kept_of_bound", lambda *_: 1.0)
     assert worst() > 1
 
 
-def test_in_a_graph_what_cancels_contributes_nothing():
-    a = torch.ones(2, 2, 3)
-    d = torch.tensor([[1e8, -1e8], [1.0, 2.0]]).unsqueeze(-1)
-    parts = [
-        clipped_sum(
-            [linear_io(a, d)],
-            FlatClipping(1.0),
-            IdentityWhitener(),
-            parameters={"layer.weight": torch.zeros(1, 3)},
-            present=torch.tensor([True, present]),
-            step=0,
-            branch_free=True,
-        ).values["layer.weight"]
-        for present in (False, True)
-    ]
-    assert not parts[0].any()
-    assert float(parts[1].norm()) == pytest.approx(1, abs=1e-5)
+@pytest.mark.parametrize("kind", ["ramp", "random", "pairs"])
+@pytest.mark.parametrize(("p", "r"), [(1, 1), (3, 2), (16, 8)])
+@pytest.mark.parametrize("examples", [8, 64, 512])
+def test_everybody_else_cancels_and_one_leaves(examples, p, r, kind):
+    """The worst batches that we know: terms as long as may be, nothing left of them.
+
+    In one coordinate rounding can only point along the gradient.
+    """
+    for t in (2, 16, 128):
+        generator = torch.Generator().manual_seed(t)
+        a = torch.randn(examples, t // 2, p, generator=generator)
+        d = 1e4 * torch.randn(examples, t // 2, r, generator=generator)
+        if kind == "ramp":  # up, and down again
+            a, d = a.abs(), d.abs()
+        if kind == "pairs":
+            a, d = torch.stack([a, a], 2), torch.stack([d, -d], 2)
+            a, d = a.flatten(1, 2), d.flatten(1, 2)
+        else:
+            a, d = torch.cat([a, a], 1), torch.cat([d, -d], 1)
+        a[0], d[0] = torch.randn(p, generator=generator), 3.0
+        assert without_the_first(a, d) <= 1 + SLACK
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    t=st.sampled_from([2, 5, 33]),
+    exponent=st.floats(0, 9),
+    method=st.sampled_from([None, *METHODS]),
+    norms=st.sampled_from(list(NormPrecision)),
+    seed=st.integers(0, 99),
+)
+def test_an_example_counts_for_its_terms(t, exponent, method, norms, seed):
+    """Beside the slow twin: the lengths of the terms, one by one, in float64."""
+    half = torch.Generator().manual_seed(seed)
+    a, d = torch.randn(3, t, 6, generator=half), torch.randn(3, t, 4, generator=half)
+    a[:, 1], d[:, 1] = a[:, 0] * (1 + 10**-exponent), -d[:, 0]
+    d[:, 2:] = 0
+    with norms_in(norms):
+        counted = linear_io(a, d, method).sq_norms().sqrt()
+    lengths = a.double().norm(dim=2) * d.double().norm(dim=2)
+    limit = torch.full((), rounding.REACH[torch.float32], dtype=torch.float64)
+    assert torch.all(counted >= lengths.sum(1) / limit * (1 - 1e-6))
+    gradients = torch.einsum("btr,btp->brp", d.double(), a.double())
+    left = gradients.flatten(1).norm(dim=1)
+    assert torch.all(counted >= left * (1 - 1e-12))
+    if norms is NormPrecision.WIDE:  # and for no more
+        spread = a.double().flatten(1).norm(dim=1) * d.double().flatten(1).norm(dim=1)
+        most = torch.maximum(left + (t + 9) * 2.0**-24 * spread, spread / limit)
+        assert torch.all(counted <= most * (1 + 1e-6))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

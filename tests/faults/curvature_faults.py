@@ -115,8 +115,8 @@ FAULTS = [
         (
             Patch(
                 bounded.clipped_sum,
-                "zip(rules, sq_norms, strict=True)",
-                "zip(rules, sq_norms[:1].expand_as(sq_norms), strict=True)",
+                "zip(parts, sq_norms, strict=True)",
+                "zip(parts, sq_norms[:1].expand_as(sq_norms), strict=True)",
             ),
         ),
     ),

@@ -44,8 +44,8 @@ _SUMS = [
         peer_sums.bound_holds_in_bfloat16,
         (
             bounded.clipped_sum,
-            ".weights(n)",
-            ".weights(n.bfloat16()).to(n)",
+            ".weights(lengths)",
+            ".weights(lengths.bfloat16()).to(lengths)",
         ),
     ),
     fault(

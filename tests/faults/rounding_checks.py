@@ -7,6 +7,7 @@ import math
 import torch
 
 from curvedp.clipping import FlatClipping, bounded
+from curvedp.layers import rounding
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.linear import LinearGeometry
 from curvedp.noise import RandomStreams, Stream
@@ -28,7 +29,7 @@ def _sum(a, d, present):
 
 def rounding_along_a_gradient_is_covered():
     """Examples that cancel to a 10 000th, added up in float32."""
-    before, bounded.LARGEST_REACH = bounded.LARGEST_REACH, math.inf
+    before, rounding.REACH = rounding.REACH, dict.fromkeys(rounding.REACH, math.inf)
     try:
         for seed in range(40):
             generator = torch.Generator().manual_seed(seed)
@@ -40,7 +41,7 @@ def rounding_along_a_gradient_is_covered():
                 length = float(_sum(*rows, torch.ones(1, dtype=torch.bool)).norm())
                 assert length <= LIMIT, f"one example contributed {length:.6f} C"
     finally:
-        bounded.LARGEST_REACH = before
+        rounding.REACH = before
 
 
 def what_others_cancel_is_not_rounded_away():

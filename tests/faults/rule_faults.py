@@ -250,9 +250,9 @@ FAULTS = [
         rounding_checks.rounding_along_a_gradient_is_covered,
         (
             Patch(
-                rounding.raised,
-                "(squares.sqrt() + error).square()",
-                "squares + error.square()",
+                rounding.counted,
+                "return torch.maximum(norms, terms / REACH[summed_in]).square()",
+                "return squares + (rounding * terms).square()",
             ),
         ),
     ),
@@ -261,9 +261,9 @@ FAULTS = [
         rounding_checks.what_others_cancel_is_not_rounded_away,
         (
             Patch(
-                bounded._cancelling,
-                "share > LARGEST_REACH",
-                "share < 0",
+                rounding.counted,
+                "torch.maximum(norms, terms / REACH[summed_in])",
+                "norms",
             ),
         ),
     ),

@@ -2,7 +2,8 @@
 
 import math
 
-from curvedp.clipping import bounded, rules
+from curvedp.clipping import rules
+from curvedp.layers import rounding
 
 from .fuzzing import fuzz_runs, fuzz_sums
 from .replaying import LIMIT
@@ -21,10 +22,10 @@ def test_no_made_up_run_moves_a_sum_further_than_declared():
 
 
 def test_the_search_finds_sums_that_round_too_much(monkeypatch):
-    monkeypatch.setattr(bounded, "LARGEST_REACH", math.inf)
+    monkeypatch.setattr(rounding, "REACH", dict.fromkeys(rounding.REACH, math.inf))
     assert fuzz_sums(200)[0].worst > 1.0001
 
 
 def test_the_search_finds_a_bound_that_is_a_little_too_large(monkeypatch):
-    monkeypatch.setattr(rules, "SHRINK", 1.00001)
+    monkeypatch.setattr(rules, "SHRINK", 1.001)
     assert fuzz_sums(60)[0].worst > LIMIT

@@ -42,7 +42,7 @@ def test_through_the_trainer(recipe):
 
 
 def test_norms_that_are_too_small_are_found():
-    halved = Patch(bounded.clipped_sum, ".weights(n)", ".weights(n / 4)")
+    halved = Patch(bounded.clipped_sum, ".weights(lengths)", ".weights(lengths / 4)")
     with planted(halved):
         assert replayed(Case("dp-sgd"), steps=1, limit=6).worst > 1.9
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,26 +13,18 @@ from curvedp.clipping.rules import ClippingRule, Seen
 from curvedp.cuda import own_values
 from curvedp.errors import ConfigurationError
 from curvedp.layers.grouping import grouped
-from curvedp.layers.io import LayerIO, UnreachedIO
+from curvedp.layers.io import LayerIO
 from curvedp.layers.precision import (
     ROUNDING,
     NormPrecision,
     compute_dtype,
     exact,
     norms_in,
-    square_dtype,
 )
+from curvedp.layers.rounding import REACH
 from curvedp.whitening.base import Part, Whitener, parts_of
 
-__all__ = ["clipped_sum", "own_copy"]
-
-#: A clipped example whose terms add up to more than this many times the bound is hardly
-#: there: it has cancelled to less than a 2000th. In float32 its terms would be rounded
-#: to more than the last digits of the bound, and differently with and without others.
-LARGEST_REACH = 2.0**11
-
-#: The same for float64. What is left of such an example is rounding and nothing else.
-LARGEST_WIDE_REACH = 2.0**40
+__all__ = ["clipped_sum", "kept_of_bound", "own_copy"]
 
 
 def clipped_sum(
@@ -72,10 +65,10 @@ def clipped_sum(
 
     Guarantees:
         One unit moves the sum by at most ``rule.bound`` in L2 norm, whatever it is.
-        What float32 additions round away depends on everybody in the batch; layers in
-        which an example cancels (``LARGEST_REACH``) are therefore added up in float64.
-        In a graph, or if that is not enough (``LARGEST_WIDE_REACH``), such an example
-        contributes zero.
+        What additions round away depends on everybody in the batch. Norms therefore
+        count what hardly leaves anything for more than it is, and contributions are
+        shortened a little (:func:`curvedp.layers.rounding.counted`; measured, not
+        proven).
         An example with a non-finite value anywhere, or a norm that overflows,
         contributes exactly zero, and leaves the others as they are.
     """
@@ -99,22 +92,12 @@ def clipped_sum(
             ios = [io.keep(finite) for io in ios]
             sq_norms = torch.where(finite, sq_norms, torch.zeros_like(sq_norms))
         kept = finite & present
-        rules = [rule.of_part(own.share) for own in parts]
-        weights = torch.stack(
-            [own.weights(n) for own, n in zip(rules, sq_norms, strict=True)]
-        )
-        weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
-        weights = weights * _kept_of_bound(max(2 * expected, len(kept)), first)
-        narrow, all_of_it = _cancelling(ios, weights, parts, rule.bound)
-        dropped = (narrow | all_of_it if branch_free else all_of_it).flatten(0, 1)
-        kept = kept & ~dropped.any(0)
-        weights = torch.where(kept, weights, torch.zeros_like(weights))
-        wide = [[False] * len(ios)] * len(parts)
-        if not branch_free:
-            wide = narrow.any(2).tolist()
+        shortened = scale * kept_of_bound(max(2 * expected, len(kept)), first)
         mapped: dict[str, Tensor] = {}
-        for own, weight, widened in zip(parts, weights, wide, strict=True):
-            total = _weighted_sum(ios, weight, parameters, own.whitener, widened)
+        for own, lengths in zip(parts, sq_norms, strict=True):
+            weights = rule.of_part(own.share).weights(lengths)
+            weights = torch.where(kept, weights, torch.zeros_like(weights)) * shortened
+            total = _weighted_sum(ios, weights, parameters, own.whitener)
             for name, value in own.whitener.apply(total).items():
                 mapped[name] = mapped[name] + value if name in mapped else value
         summed = {n: v.to(compute_dtype(parameters[n])) for n, v in mapped.items()}
@@ -127,13 +110,12 @@ def _weighted_sum(
     weights: Tensor,
     parameters: Mapping[str, Tensor],
     whitener: Whitener,
-    widened: Sequence[bool],
 ) -> dict[str, Tensor]:
     """``sum_i c_i g_i`` with weights ``[L, B]``, an entry for every parameter."""
     found: dict[str, Tensor] = {}
-    for io, weight, wide in zip(ios, weights, widened, strict=True):
+    for io, weight in zip(ios, weights, strict=True):
         # a map may stretch the sum's rounding: it says how precise it has to be
-        dtype = square_dtype(weight) if wide else whitener.sum_dtype(io)
+        dtype = whitener.sum_dtype(io)
         for name, part in io.weighted_sum(weight, dtype).items():
             found[name] = found[name] + part if name in found else part
     total = {}
@@ -146,43 +128,18 @@ def _weighted_sum(
     return total
 
 
-def _kept_of_bound(units: float, like: Tensor) -> float:
+def kept_of_bound(units: float, like: Tensor) -> float:
     """What is left of the bound for the rounding of a sum of so many units.
 
-    A float32 number of the size of B bounds has a last digit of ``B 2^-23`` bounds. In
-    the worst batch that we know, equal examples, neighbours round apart by half of it.
+    ``1 - 2 u (B + sqrt(B) REACH)``. A float32 number of the size of B bounds has a last
+    digit of ``B 2^-23`` bounds, and where examples are equal, neighbours round apart by
+    half of it. Where all terms cancel, each is rounded to a last digit of
+    ``REACH 2^-23`` bounds, this way or that: neighbours were seen to round apart by 1.3
+    of ``u sqrt(B) REACH``.
     """
-    return max(0.5, 1 - 2 * ROUNDING[compute_dtype(like)] * units)
-
-
-def _cancelling(
-    ios: Sequence[LayerIO], weights: Tensor, parts: Sequence[Part], bound: float
-) -> tuple[Tensor, Tensor]:
-    """Who reaches too far for a layer's float32 sum, and who for any, ``[K, L, B]``."""
-    narrow = torch.zeros(weights.shape, dtype=torch.bool, device=weights.device)
-    all_of_it = narrow.clone()
-    for k, own in enumerate(parts):
-        for layer, io in enumerate(ios):
-            wide = own.whitener.sum_dtype(io) is torch.float64
-            reach = _reach(io, own.whitener, wide)
-            if reach is None:
-                continue
-            # an infinite reach times a weight of zero is no number
-            share = (reach * weights[k, layer] / bound).nan_to_num(nan=torch.inf)
-            all_of_it[k, layer] = share > LARGEST_WIDE_REACH
-            if not wide:
-                narrow[k, layer] = share > LARGEST_REACH
-    return narrow, all_of_it
-
-
-def _reach(io: LayerIO, whitener: Whitener, wide: bool) -> Tensor | None:
-    """The most that an example's terms add up to under the map; None if not too far."""
-    if isinstance(io, UnreachedIO):
-        return None
-    reach, stretch = io.reach(), whitener.stretch(io)
-    if reach is None and (wide or stretch == 1):
-        return None  # not much longer than the gradient itself, which is clipped
-    return stretch * (io.spread()[0] if reach is None else reach)
+    dtype = compute_dtype(like)
+    rounded = ROUNDING[dtype] * (units + math.sqrt(units) * REACH[dtype])
+    return max(0.5, 1 - 2 * rounded)
 
 
 def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:

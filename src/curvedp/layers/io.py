@@ -78,13 +78,6 @@ class LayerIO(ABC):
         ``rounding * S`` bounds the rounding error of what one example adds to a sum.
         """
 
-    def reach(self) -> Tensor | None:
-        """S as in ``spread``, ``[B]``, up to rounding.
-
-        None where nothing can cancel: ``g_i`` is a single term, or written down.
-        """
-        return self.spread()[0]
-
     @abstractmethod
     def per_example(self) -> dict[str, Tensor]:
         """The gradients ``[B, *parameter.shape]``, by parameter name."""
@@ -145,9 +138,6 @@ class UnreachedIO(LayerIO):
     def spread(self) -> tuple[Tensor, float]:
         return self.sq_norms(), 0.0
 
-    def reach(self) -> None:
-        return None
-
     def per_example(self) -> dict[str, Tensor]:
         return {}
 
@@ -194,9 +184,6 @@ class DirectIO(LayerIO):
     def spread(self) -> tuple[Tensor, float]:
         g = next(iter(self.grads.values()))
         return self.sq_norms().sqrt(), 8 * ROUNDING[compute_dtype(g)]
-
-    def reach(self) -> None:
-        return None
 
     def per_example(self) -> dict[str, Tensor]:
         return {n: g.to(compute_dtype(g)) for n, g in self.grads.items()}

@@ -36,8 +36,8 @@ from curvedp.layers.costs import NormMethod, choose_method
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.lookup import LookupIO
-from curvedp.layers.precision import ROUNDING
-from curvedp.layers.rounding import raised
+from curvedp.layers.precision import ROUNDING, compute_dtype
+from curvedp.layers.rounding import counted, raised
 
 __all__ = ["JoinedIO", "joined"]
 
@@ -84,8 +84,11 @@ class JoinedIO(LayerIO):
             for name in left.names:
                 if name in right.names:
                     total = total + 2 * _cross(left, right, name)
-        errors = [spread * e for spread, e in (part.spread() for part in self.parts)]
-        return raised(total.clamp_min(0), torch.stack(errors).sum(0))
+        spreads = [part.spread() for part in self.parts]
+        errors = torch.stack([spread * e for spread, e in spreads]).sum(0)
+        terms = torch.stack([spread for spread, _ in spreads]).sum(0)
+        summed_in = compute_dtype(_tensors(self.parts[0])[-1])
+        return counted(raised(total.clamp_min(0), errors), terms, 0.0, summed_in)
 
     def weighted_sum(
         self, weights: Tensor, dtype: torch.dtype | None = None
@@ -101,13 +104,6 @@ class JoinedIO(LayerIO):
     def spread(self) -> tuple[Tensor, float]:
         spreads = [part.spread() for part in self.parts]
         return torch.stack([s for s, _ in spreads]).sum(0), max(v for _, v in spreads)
-
-    def reach(self) -> Tensor | None:
-        names = [name for part in self.parts for name in part.names]
-        single = all(part.reach() is None for part in self.parts)
-        if single and len(set(names)) == len(names):
-            return None
-        return self.spread()[0]
 
     def per_example(self) -> dict[str, Tensor]:
         return _added([part.per_example() for part in self.parts])

@@ -45,10 +45,6 @@ class Whitener(Protocol):
         """
         ...
 
-    def stretch(self, io: LayerIO) -> float:
-        """An upper bound on ``||P u|| / ||u||`` for gradients u of a layer."""
-        ...
-
     def apply(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``P u``, by parameter name."""
         ...

@@ -28,9 +28,6 @@ class IdentityWhitener:
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
         return None
 
-    def stretch(self, io: LayerIO) -> float:
-        return 1.0
-
     def apply(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(values)
 

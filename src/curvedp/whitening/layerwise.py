@@ -78,9 +78,6 @@ class LayerwiseWhitener:
         wanted = [] if isinstance(io, UnreachedIO) else self._sum_dtypes(io)
         return next((dtype for dtype in wanted if dtype is not None), None)
 
-    def stretch(self, io: LayerIO) -> float:
-        return max((layer.largest for layer in self.maps_of(io)), default=1.0)
-
     def _sum_dtypes(self, io: LayerIO) -> list[torch.dtype | None]:
         """Of its maps: one that asks for more than the layer's own speaks for all."""
         if isinstance(io, JoinedIO):

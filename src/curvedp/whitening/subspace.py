@@ -34,7 +34,7 @@ from curvedp.curvature.sketch import orthonormal
 from curvedp.errors import ConfigurationError
 from curvedp.layers.io import CHUNK_ELEMENTS, LayerIO
 from curvedp.layers.precision import ROUNDING, square_dtype
-from curvedp.layers.rounding import gamma, raised
+from curvedp.layers.rounding import counted, gamma
 from curvedp.layers.widened import widened
 from curvedp.whitening.base import Part
 from curvedp.whitening.layerwise import LayerwiseWhitener
@@ -79,10 +79,6 @@ class SubspaceMap:
         # a basis as long as the layer has parameters: float32 would hide too much
         return square_dtype(like(io))
 
-    @property
-    def largest(self) -> float:
-        return max(self.inside, self.outside)
-
     def _sq_norms(self, io: LayerIO, dtype: torch.dtype) -> Tensor:
         wide = widened(io, dtype)
         rows = self._rows(wide.per_example(), io.batch_size)  # [b, p]
@@ -95,7 +91,7 @@ class SubspaceMap:
         # lemma 4 of layers.rounding: Q is wide, and |Q| may be sqrt(k) long
         count = 4 * sum(basis.shape) * math.sqrt(max(1, basis.shape[1]))
         error = 2 * rounding + gamma(math.ceil(count), ROUNDING[dtype])
-        return raised(squares, self.largest * error * spread)
+        return counted(squares, max(self.inside, self.outside) * spread, error, dtype)
 
     def _rows(self, gradients: Values, size: int) -> Tensor:
         """``[b, p]``; a parameter that this batch did not reach has zeros."""
