@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from passes import in_float64
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvedp.clipping import (
     FlatClipping,
@@ -30,7 +31,8 @@ from curvedp.layers.io import DirectIO
 from curvedp.layers.linear import LinearGeometry
 from curvedp.layers.lookup import LookupIO
 from curvedp.layers.precision import NormPrecision, exact, norms_in
-from curvedp.whitening import IdentityWhitener
+from curvedp.whitening import IdentityWhitener, KroneckerMap, LayerwiseWhitener
+from curvedp.whitening.roots import IdentityRoot, LowRankRoot
 
 #: The bound holds up to the rounding of the measurement's float32 inputs.
 SLACK = 1e-6
@@ -528,3 +530,46 @@ def test_norms_of_a_model_under_autocast_are_true_float32(method):
             step=0,
         )
     assert all(v.dtype == torch.float32 for v in total.values.values())
+
+
+# -- no look at values -----------------------------------------------------------------
+
+
+class Looks(TorchDispatchMode):
+    """Counts how often Python asks for a value: on a GPU it has to wait for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("branch_free", "looks"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_step_looks_at_no_value_but_one(branch_free, looks, mapped):
+    """Without a graph it asks whether all examples are finite, and nothing else."""
+    module = nn.Conv2d(4, 8, 3)
+    x, d = torch.randn(3, 4, 6, 6), torch.randn(3, 8, 4, 4)
+    geometry = ConvGeometry.of(module)
+    io = DenseIO("conv", "weight", "bias", [(x, d)], geometry)
+    whitener = IdentityWhitener()
+    if mapped:
+        basis = torch.linalg.qr(torch.randn(1, 37, 5, dtype=torch.float64))[0]
+        values = torch.linspace(0.1, 1, 5, dtype=torch.float64).unsqueeze(0)
+        root = LowRankRoot(basis, values, torch.ones(1, dtype=torch.float64))
+        shape = module.weight.shape
+        own = KroneckerMap("weight", "bias", shape, 1, IdentityRoot(), root)
+        whitener = LayerwiseWhitener([own], ["weight", "bias"])
+    options = {
+        "parameters": dict(module.named_parameters()),
+        "present": torch.ones(3, dtype=torch.bool),
+        "step": 0,
+        "branch_free": branch_free,
+    }
+    clipped_sum([io], FlatClipping(1.0), whitener, **options)  # finds what maps keep
+    with Looks() as seen:
+        clipped_sum([io], FlatClipping(1.0), whitener, **options)
+    assert seen.count == looks

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from curvedp import RECIPES, Trainer, make_private
-from curvedp.noise import GaussianMechanism
+from curvedp.layers import Batch
+from curvedp.noise import CorrelatedMechanism, GaussianMechanism
 from curvedp.probes import PublicProbe
 from curvedp.testing.neighbours import (
     Figures,
@@ -19,7 +20,9 @@ from curvedp.testing.neighbours import (
     distance,
     try_neighbours,
 )
+from curvedp.train.losses import LOSSES
 
+from ..train.test_graph import Twin
 from . import nets
 
 #: What is printed may be above 1 by the rounding of a float32 sum of the batch.
@@ -36,18 +39,22 @@ class Case:
         recipe: its name.
         net: of :data:`curvedp` nets in ``nets``.
         tier: "loop" or "train_on".
-        options: of ``make_private``.
+        options: of ``make_private``; None leaves one out.
+        passed: how ``train_on`` computes: "" as it is written, "traced" the graph that
+            a compiler is given, "graphed" the operations that a CUDA graph records.
     """
 
     recipe: str
     net: str = "mlp"
     tier: str = "loop"
     options: dict = field(default_factory=dict)
+    passed: str = ""
 
     def __str__(self) -> str:
         plain = {k: v for k, v in self.options.items() if isinstance(v, str | int)}
         said = "-".join(f"{k}={v}" for k, v in plain.items())
-        return "-".join(filter(None, (self.recipe, self.net, self.tier, said)))
+        parts = (self.recipe, self.net, self.tier, self.passed, said)
+        return "-".join(filter(None, parts))
 
 
 def public(net):
@@ -69,14 +76,31 @@ def settings(recipe, net):
     return found
 
 
+def synthesiser(net):
+    """What a compiled pass is tried out on."""
+
+    def made_up(size, generator):
+        x, y = nets.data(net, seed=11).tensors
+        rows = torch.randint(0, nets.DRAWN, (size,), generator=generator)
+        return Batch(x[rows], y[rows])
+
+    return made_up
+
+
 def attach(case):
     model = nets.make(case.net)
     dataset = WatchedData(nets.data(case.net))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     options = settings(case.recipe, case.net) | case.options
+    options = {name: value for name, value in options.items() if value is not None}
     if not options.get("secure"):
         options["unsafe_reproducible_noise"] = 5
     private = make_private(model, optimizer, dataset, recipe=case.recipe, **options)
+    engine, loss = private._engine, LOSSES[options["loss"]]
+    if case.passed == "traced":
+        private._passed = engine.compiled(loss, synthesiser(case.net), "eager")
+    if case.passed == "graphed":
+        private._passed = engine.graphed(loss, Twin())
     watched = None if "people" in case.options else dataset
     return Replay(private, tier=case.tier, data=watched)
 
@@ -111,6 +135,11 @@ VARIATIONS = [
     {"people": [k // 2 for k in range(nets.DRAWN + nets.SPARE)],
      "examples_per_person": 2},
 ]  # fmt: skip
+#: Size, rate and number of steps from the dataset: neighbours are zeroed out.
+BY_SIZE = {"sample_rate": None, "steps": None, "expected_batch_size": None,
+           "batch_size": 8, "epochs": 2}  # fmt: skip
+#: Curvature from the private data, measured with noise beside the gradient.
+MEASURED = {"probe": "private", "probe_size": None, "probe_batches": None}
 #: Only for images.
 OF_IMAGES = [{"augment": lambda x, generator: 0.5 * x, "views": 2}]
 
@@ -132,29 +161,46 @@ def cases(recipes=None):
     for options in VARIATIONS[1:]:
         for net in nets.NETS:
             yield Case("dp-sgd", net, "loop", options)
+    for recipe in recipes or PRIVATE:
+        yield Case(recipe, "mlp", "train_on", BY_SIZE)
+    for passed, net in itertools.product(("traced", "graphed"), nets.NETS):
+        for recipe in ("dp-sgd", "dp-kfc", "dp-bandmf"):
+            yield Case(recipe, net, "train_on", {}, passed)
+        low = {"precision": "bf16", "norm_precision": "bf16"}
+        yield Case("dp-kfc", net, "train_on", low, passed)
+    for net in ("mlp", "conv"):
+        yield Case("dp-kfc", net, "loop", MEASURED)
     yield Case("dp-sgd", "conv", "train_on", OF_IMAGES[0])
 
 
 @contextmanager
 def noted_sums():
     """Every sum that noise is added to, of whatever run."""
-    found, update = [], GaussianMechanism.update
+    found, kinds = [], (GaussianMechanism, CorrelatedMechanism)
+    updates = [kind.update for kind in kinds]
 
-    def noted(self, clipped, state):
-        found.append(clipped)
-        return update(self, clipped, state)
+    def noting(update):
+        def noted(self, clipped, state):
+            found.append(clipped)
+            return update(self, clipped, state)
 
-    GaussianMechanism.update = noted
+        return noted
+
+    for kind, update in zip(kinds, updates, strict=True):
+        kind.update = noting(update)
     try:
         yield found
     finally:
-        GaussianMechanism.update = update
+        for kind, update in zip(kinds, updates, strict=True):
+            kind.update = update
 
 
 def trained_sum(recipe, net, rows):
     """The first sum of a Trainer on these examples, all of which are drawn."""
     x, y = nets.data(net).tensors
     options = settings(recipe, net) | {"sample_rate": 1.0, "steps": 1}
+    if "bands" in options:  # everybody is drawn: there is one group
+        options |= {"bands": 1}
     loss = options.pop("loss")
     own = RECIPES[recipe].setting_names()
     given = {k: v for k, v in options.items() if k != "clip_norm" or k in own}
