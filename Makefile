@@ -41,7 +41,7 @@ trust: setup
 	$(BIN)/python -m tests.trust.page --json trust.json $(TRUST)
 
 mutation: setup
-	$(BIN)/python -m pytest -p no:xdist tests/faults
+	$(BIN)/python -m tests.trust.planting
 	$(BIN)/python -m tests.trust.mutants --count $(or $(MUTANTS),60)
 
 unit: setup

@@ -47,6 +47,10 @@ TESTS = {
     "curvedp.sampling.people": ["train/test_people.py", "sampling"],
     "curvedp.sampling.views": ["train/test_views.py"],
     "curvedp.noise.randomness": ["noise/test_noise_randomness.py", "noise"],
+    "curvedp.noise.correlated": ["noise/test_correlated.py"],
+    "curvedp.noise.design": ["noise/test_correlated.py", "noise/test_noise_curve.py"],
+    "curvedp.sampling.cyclic": ["sampling/test_sampling_cyclic.py"],
+    "curvedp.accounting.selection": ["accounting/test_accounting_selection.py"],
     "curvedp.accounting.records": [
         "accounting/test_accounting_ledger.py",
         "accounting/test_accounting_chain.py",
@@ -100,8 +104,11 @@ def path_of(module: str) -> Path:
 
 def modules(package: str) -> list[str]:
     folder = ROOT / "src" / "curvedp" / package
-    names = sorted({p.stem for p in folder.glob("*.py")} - {"__init__"} - LEFT_OUT)
-    return [f"curvedp.{package}.{name}" for name in names]
+    files = [p for p in folder.rglob("*.py") if p.stem not in {"__init__", *LEFT_OUT}]
+    inside = sorted(
+        ".".join(p.relative_to(folder).with_suffix("").parts) for p in files
+    )
+    return [f"curvedp.{package}.{name}" for name in inside]
 
 
 def _changes(node: ast.AST) -> Iterator[ast.AST]:

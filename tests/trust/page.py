@@ -22,12 +22,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..faults import curvature_faults, peer_faults, rule_faults
-from ..faults.mutate import planted
-from . import fuzzing, laws, replaying
+from . import fuzzing, laws, planting, replaying
 from .mutants import ROOT
 
-FAULTS = rule_faults.FAULTS + curvature_faults.FAULTS + peer_faults.FAULTS
 #: At most, on two cores.
 MINUTES = 20
 
@@ -79,18 +76,7 @@ def fuzz(sizes: Sizes) -> dict[str, Any]:
 
 
 def planted_bugs(sizes: Sizes) -> dict[str, Any]:
-    chosen = (
-        FAULTS if sizes.planted is None else FAULTS[:: len(FAULTS) // sizes.planted]
-    )
-    alive = []
-    for fault in chosen:
-        try:
-            with planted(*fault.patches):
-                fault.check()
-        except AssertionError:
-            continue
-        alive.append(fault.rule)
-    return {"planted": len(chosen), "killed": len(chosen) - len(alive), "alive": alive}
+    return planting.planted_bugs(sizes.planted)
 
 
 def audits(sizes: Sizes) -> list[dict[str, Any]]:
