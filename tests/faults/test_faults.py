@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from . import curvature_faults, peer_faults, rule_faults
+from . import correlated_faults, curvature_faults, peer_faults, rule_faults
 from .mutate import planted
 from .peers import PEERS
 
 FAULTS = rule_faults.FAULTS + curvature_faults.FAULTS + peer_faults.FAULTS
+FAULTS += correlated_faults.FAULTS
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(f.check for f in FAULTS))

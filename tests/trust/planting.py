@@ -11,10 +11,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..faults import curvature_faults, peer_faults, rule_faults
 from ..faults.mutate import planted
-
-FAULTS = rule_faults.FAULTS + curvature_faults.FAULTS + peer_faults.FAULTS
+from ..faults.test_faults import FAULTS
 
 
 def planted_bugs(count: int | None = None) -> dict[str, Any]:
