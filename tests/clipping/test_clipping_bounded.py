@@ -209,7 +209,7 @@ def test_a_parameter_that_the_batch_did_not_reach_is_in_the_sum():
         assert not total.values["b.w"].any()
     # the number of layers is the model's, not the batch's: C / sqrt(2) each
     per_layer = float(total.values["a.w"].norm()) / 3
-    assert per_layer == pytest.approx(1 / math.sqrt(2), rel=1e-5)
+    assert per_layer == pytest.approx(1 / math.sqrt(2), rel=1e-4)
 
 
 def test_a_table_row_that_nobody_used_gets_nothing_and_is_in_the_sum():

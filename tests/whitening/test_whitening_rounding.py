@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from curvedp.clipping import FlatClipping, NormalisedClipping
+from curvedp.clipping import FlatClipping, NormalisedClipping, bounded
 from curvedp.clipping.bounded import clipped_sum
 from curvedp.curvature import SecondMoment
-from curvedp.layers import precision
+from curvedp.layers import precision, rounding
 from curvedp.layers.costs import NormMethod
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import DirectIO
@@ -90,6 +90,8 @@ def test_rounding_that_a_map_stretches_is_within_the_bound(kind, damping):
 
 def test_a_sum_in_float32_would_break_the_bound(monkeypatch):
     monkeypatch.setattr(LayerwiseWhitener, "sum_dtype", lambda self, io: None)
+    monkeypatch.setattr(rounding, "REACH", dict.fromkeys(rounding.REACH, math.inf))
+    monkeypatch.setattr(bounded, "kept_of_bound", lambda *_: 1.0)
     worst = 0.0
     for seed in range(5):
         torch.manual_seed(seed)
@@ -216,6 +218,8 @@ def test_rounding_of_the_map_is_counted(monkeypatch):
         return float(total.values["w"].double().norm())
 
     assert 0.99 <= added_up(NormPrecision.WIDE) <= 1 + 1e-6
+    assert added_up(NormPrecision.FLOAT32) <= 1 + 1e-6
+    monkeypatch.setattr(rounding, "REACH", dict.fromkeys(rounding.REACH, math.inf))
     assert added_up(NormPrecision.FLOAT32) <= 1 + 1e-6
     monkeypatch.setattr(maps, "map_rounding", lambda *_: 0.0)
     assert added_up(NormPrecision.FLOAT32) > 1.5

@@ -15,9 +15,9 @@ norm is raised by what float32 can hide, ``e ||P|| S`` with e from lemma 4 of
 The clipped sum is added up before it is mapped, and a map may stretch its rounding more
 than the gradient, which may lie where the map shrinks most. An example's rounding is at
 most ``e = (T + 8) v S`` with v the round-off of the sum and
-``S >= sum_t ||d_t|| ||a_t||``, and a norm is raised to ``||P g|| + ||P|| e``: by
-nothing to speak of in float64, in the fourth digit in float32. A map that could make it
-more than that, by its condition, is added up in float64 where norms are.
+``S >= sum_t ||d_t|| ||a_t||``, and a norm is raised to ``||P g|| + ||P|| e``, and to
+``||P|| S / REACH`` if that is more (:func:`curvedp.layers.rounding.counted`). A map
+that could make much of it, by its condition, is added up in float64 where norms are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,15 @@ from curvedp.layers.precision import (
     norm_dtype,
     square_dtype,
 )
-from curvedp.layers.rounding import gamma, lost, product, unit
+from curvedp.layers.rounding import (
+    REACH,
+    counted,
+    gamma,
+    lost,
+    product,
+    terms_of,
+    unit,
+)
 from curvedp.layers.widened import widened
 from curvedp.whitening import thin
 from curvedp.whitening.costs import inputs_first, outputs_first
@@ -62,7 +70,6 @@ __all__ = [
     "KroneckerMap",
     "LayerMap",
     "like",
-    "raised",
 ]
 
 Values = Mapping[str, Tensor]
@@ -155,18 +162,16 @@ class DiagonalMap:
     def _of_products(self, io: DenseIO) -> Tensor:
         """``sum_jk (d_j s_jk a_k)^2`` of one position: no gradient is written down."""
         a, d = io.rows(dtype=norm_dtype(io.calls[0][1]))  # [B, G, 1, p], [B, G, 1, r]
-        groups, r = d.shape[1], d.shape[3]
-        scales = self.scales[io.weight].reshape(groups, r, -1)
-        if io.bias is not None:
-            bias = self.scales[io.bias].reshape(groups, r, 1)
-            scales = torch.cat([scales, bias], -1)
+        scales = self._matrix(io, d.shape[1])
         # directions and lengths apart: squares of small numbers would vanish
         (a, a_lengths), (d, d_lengths) = _directions(a), _directions(d)
         squares = (d.square() @ scales.square().to(d.device, d.dtype)) * a.square()
         # a sum of squares: rounding is relative, nothing can cancel
-        rounding = 4 * (a.shape[3] + r + 8) * ROUNDING[d.dtype]
+        rounding = 4 * (a.shape[3] + d.shape[3] + 8) * ROUNDING[d.dtype]
         lengths = (a_lengths * d_lengths).square()  # [B, G]
-        return (squares.double().sum((2, 3)) * lengths).sum(1) * (1 + rounding)
+        found = (squares.double().sum((2, 3)) * lengths).sum(1) * (1 + rounding)
+        whole = terms_of(a_lengths.double().square(), d_lengths.double().square())
+        return torch.where(whole.isinf(), whole, found)
 
     def _sq_norms(self, io: LayerIO, dtype: torch.dtype) -> Tensor:
         # written down in the dtype of the sum, or what cancels here is left there
@@ -174,7 +179,36 @@ class DiagonalMap:
         grads = {n: g * self.scales[n].to(dtype) for n, g in wide.per_example().items()}
         mapped = DirectIO(io.name, grads).sq_norms()
         spread, rounding = wide.spread()
-        return raised(mapped, 2 * self._largest * rounding * spread)
+        if isinstance(wide, DirectIO):
+            terms = mapped.sqrt()
+        elif isinstance(wide, DenseIO):
+            terms = torch.where(spread.isinf(), spread, self._mapped_terms(wide))
+        else:
+            terms = self._largest * spread
+        return counted(mapped, terms, 2 * rounding, dtype)
+
+    def _mapped_terms(self, io: DenseIO) -> Tensor:
+        """``sum_jk s_jk^2 (sum_t d_tj^2) (sum_t a_tk^2)``, its root, ``[b]``.
+
+        Entries are rounded one by one, and each is stretched by its own scale: this is
+        at least the length of the matrix ``s_jk sum_t |d_tj| |a_tk|``.
+        """
+        a, d = io.rows()
+        in_a, in_d = (torch.linalg.vector_norm(_wide(x), dim=2) for x in (a, d))
+        scales = self._matrix(io, d.shape[1]).to(in_d.device, in_d.dtype)
+        squares = (in_d.square().unsqueeze(2) @ scales.square()).squeeze(2)
+        # lengths before squares: squares of small numbers would vanish
+        lengths: Tensor = torch.linalg.vector_norm(squares.sqrt() * in_a, dim=(1, 2))
+        return lengths * (1 + 1e-6)
+
+    def _matrix(self, io: DenseIO, groups: int) -> Tensor:
+        """Scales as ``[G, r, p]``, the bias last."""
+        scales = self.scales[io.weight]
+        scales = scales.reshape(groups, scales.shape[0] // groups, -1)
+        if io.bias is None:
+            return scales
+        bias = self.scales[io.bias].reshape(groups, -1, 1)
+        return torch.cat([scales, bias], -1)
 
     @cached_property
     def _largest(self) -> float:
@@ -265,29 +299,33 @@ class KroneckerMap(DenseMap):
         if not thin.measures(self.right, self.left):
             return wide
         terms = 8 + (io.shape.positions if isinstance(io, DenseIO) else 0)
-        stretched = terms * ROUNDING[torch.float32] * self.right.condition
-        return None if stretched <= SUM_STRETCH else wide
+        condition = self.right.condition
+        stretched = terms * ROUNDING[torch.float32] * condition
+        fits = stretched <= SUM_STRETCH and condition <= REACH[torch.float32]
+        return None if fits else wide
 
-    def _sum_rounding(self, io: LayerIO) -> float:
-        return ROUNDING[self.sum_dtype(io) or compute_dtype(like(io))]
+    @property
+    def _largest(self) -> float:
+        """Of the map without its scale."""
+        return self.left.largest * self.right.largest
+
+    def _summed_in(self, io: LayerIO) -> torch.dtype:
+        return self.sum_dtype(io) or compute_dtype(like(io))
 
     def _sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, DenseIO):
             return torch.cat([self._of_rows(io, *item) for item in io.chunks()])
         if isinstance(io, LookupIO):
             return self._of_tokens(io)
-        largest = self.left.largest * self.right.largest
-        grads = io.per_example()
+        summed_in, grads = self._summed_in(io), io.per_example()
         size = max(1, _chunk(io) // self.shape.numel())
         found = []
         for start in range(0, io.batch_size, size):
             part = {n: g[start : start + size] for n, g in grads.items()}
-            m = self.matrix(part)
-            rounding = 8 * self._sum_rounding(io)
-            m = m.to(norm_dtype(m))
-            rounding += self._map_rounding(m.dtype)
-            error = largest * rounding * _sq_norms(m).sum(1).sqrt()
-            found.append(raised(self._of_gradients(m), error))
+            m = (own := self.matrix(part)).to(norm_dtype(own))
+            rounding = 8 * ROUNDING[summed_in] + self._map_rounding(m.dtype)
+            terms = self._largest * _sq_norms(m).sum(1).sqrt()
+            found.append(counted(self._of_gradients(m), terms, rounding, summed_in))
         return torch.cat(found)
 
     def measures_thin(self, io: LayerIO) -> bool:
@@ -304,15 +342,15 @@ class KroneckerMap(DenseMap):
             squares, spread = thin.sq_norms(a, d, self.right, bias, method)
         else:
             a, d = io.rows(part, dtype)
-            spread = (_sq_norms(a) * _sq_norms(d)).sum(1)
+            spread = terms_of(_sq_norms(a), _sq_norms(d))
             squares = self._of_pairs(io, a, d, method)
-        rounding = (a.shape[2] + 8) * self._sum_rounding(io)
+        summed_in = self._summed_in(io)
+        rounding = (a.shape[2] + 8) * ROUNDING[summed_in]
         if dtype is not torch.float64:
             rounding += self._map_rounding(dtype)
             if a.shape[2] > 1:
                 rounding += gamma(a.shape[2] + 8, unit(a)) + lost(a, d)
-        error = self.left.largest * self.right.largest * rounding * spread.sqrt()
-        return raised(squares, error)
+        return counted(squares, self._largest * spread.sqrt(), rounding, summed_in)
 
     def _map_rounding(self, dtype: torch.dtype) -> float:
         """Of the mapped rows, relative to ``||L|| ||R||`` and their own length."""
@@ -354,8 +392,7 @@ class KroneckerMap(DenseMap):
         mapped = self.right.times((d * rows).unsqueeze(1)).squeeze(1)
         squares = replace(io, calls=[(ids, mapped)], padding=None).sq_norms()
         rounding = (ids.shape[1] + 8) * ROUNDING[d.dtype] + self._map_rounding(d.dtype)
-        error = rounding * io.spread()[0]
-        return raised(squares, self.left.largest * self.right.largest * error)
+        return counted(squares, self._largest * io.spread()[0], rounding, d.dtype)
 
     def _map(self, m: Tensor) -> Tensor:
         return self.left.times(self.right.times(m).mT).mT
@@ -405,11 +442,6 @@ def _directions(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sq_norms(g: Tensor) -> Tensor:
     return IdentityRoot().sq_norms(g)
-
-
-def raised(squares: Tensor, error: Tensor) -> Tensor:
-    """``(sqrt(squares) + error)^2``: the norm with a rounding error of that length."""
-    return (squares.sqrt() + error).square()
 
 
 def map_rounding(root: Root, u: float) -> float:
