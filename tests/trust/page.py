@@ -148,7 +148,10 @@ class Beside:
 # -- the page --------------------------------------------------------------------------
 
 
-def measured(sizes: Sizes, say=lambda text: None) -> dict[str, Any]:
+def measured(
+    sizes: Sizes, say=lambda text: None, keep=lambda result: None
+) -> dict[str, Any]:
+    """All figures. ``keep`` gets what there is after each part."""
     started = time.monotonic()
     result: dict[str, Any] = {"date": date.today().isoformat()}
     with tempfile.TemporaryDirectory() as folder:
@@ -157,6 +160,7 @@ def measured(sizes: Sizes, say=lambda text: None) -> dict[str, Any]:
             for part in (neighbours, fuzz, planted_bugs, noise, samplers, audits):
                 result[part.__name__] = part(sizes)
                 say(f"{time.monotonic() - started:6.0f} s  {part.__name__}")
+                keep(result)
             result |= beside.result()
         finally:
             beside.stop()
@@ -259,11 +263,17 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
     sizes = SHORT if given.short else Sizes(mutants=given.mutants)
-    result = measured(sizes, lambda text: print(text, file=sys.stderr, flush=True))
+
+    def keep(result: dict[str, Any]) -> None:
+        if given.json:
+            given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    result = measured(
+        sizes, lambda text: print(text, file=sys.stderr, flush=True), keep
+    )
+    keep(result)
     text = page(result)
     print(text)
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
     if given.write:
         given.write.write_text(text)
     wrong = verdict(result)

@@ -28,11 +28,11 @@ from curvedp.whitening.costs import (
     outputs_first,
     thin_work,
 )
+from curvedp.whitening.diagonal import DiagonalMap
 from curvedp.whitening.joint import JointMap
 from curvedp.whitening.layerwise import LayerwiseWhitener
 from curvedp.whitening.maps import (
     DenseMap,
-    DiagonalMap,
     IdentityMap,
     KroneckerMap,
     LayerMap,

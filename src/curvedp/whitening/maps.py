@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -51,7 +50,6 @@ from curvedp.layers.rounding import (
     terms_of,
     unit,
 )
-from curvedp.layers.widened import widened
 from curvedp.whitening import thin
 from curvedp.whitening.costs import inputs_first, outputs_first
 from curvedp.whitening.roots import (
@@ -65,11 +63,12 @@ from curvedp.whitening.roots import (
 
 __all__ = [
     "DenseMap",
-    "DiagonalMap",
     "IdentityMap",
     "KroneckerMap",
     "LayerMap",
+    "in_dtype_of",
     "like",
+    "wide",
 ]
 
 Values = Mapping[str, Tensor]
@@ -134,109 +133,6 @@ class IdentityMap:
 
 
 @dataclass(frozen=True)
-class DiagonalMap:
-    """A positive number for each coordinate.
-
-    Attributes:
-        scales: by parameter name, in the parameter's shape.
-    """
-
-    scales: Mapping[str, Tensor]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.scales)
-
-    def sq_norms(self, io: LayerIO) -> Tensor:
-        if isinstance(io, DenseIO) and io.shape.positions == 1:
-            return self._of_products(io)
-        one = like(io)
-        limit = CHUNK_ELEMENTS.get(one.device.type, CHUNK_ELEMENTS["cpu"])
-        size = max(1, limit // max(1, sum(s.numel() for s in self.scales.values())))
-        parts = [
-            self._sq_norms(io.take(slice(start, start + size)), norm_dtype(one))
-            for start in range(0, io.batch_size, size)
-        ]
-        return torch.cat(parts)
-
-    def _of_products(self, io: DenseIO) -> Tensor:
-        """``sum_jk (d_j s_jk a_k)^2`` of one position: no gradient is written down."""
-        a, d = io.rows(dtype=norm_dtype(io.calls[0][1]))  # [B, G, 1, p], [B, G, 1, r]
-        scales = self._matrix(io, d.shape[1])
-        # directions and lengths apart: squares of small numbers would vanish
-        (a, a_lengths), (d, d_lengths) = _directions(a), _directions(d)
-        squares = (d.square() @ scales.square().to(d.device, d.dtype)) * a.square()
-        # a sum of squares: rounding is relative, nothing can cancel
-        rounding = 4 * (a.shape[3] + d.shape[3] + 8) * ROUNDING[d.dtype]
-        lengths = (a_lengths * d_lengths).square()  # [B, G]
-        found = (squares.double().sum((2, 3)) * lengths).sum(1) * (1 + rounding)
-        whole = terms_of(a_lengths.double().square(), d_lengths.double().square())
-        return torch.where(whole.isinf(), whole, found)
-
-    def _sq_norms(self, io: LayerIO, dtype: torch.dtype) -> Tensor:
-        # written down in the dtype of the sum, or what cancels here is left there
-        wide = widened(io, dtype)
-        grads = {n: g * self.scales[n].to(dtype) for n, g in wide.per_example().items()}
-        mapped = DirectIO(io.name, grads).sq_norms()
-        spread, rounding = wide.spread()
-        if isinstance(wide, DirectIO):
-            terms = mapped.sqrt()
-        elif isinstance(wide, DenseIO):
-            terms = torch.where(spread.isinf(), spread, self._mapped_terms(wide))
-        else:
-            terms = self._largest * spread
-        return counted(mapped, terms, 2 * rounding, dtype)
-
-    def _mapped_terms(self, io: DenseIO) -> Tensor:
-        """``sum_jk s_jk^2 (sum_t d_tj^2) (sum_t a_tk^2)``, its root, ``[b]``.
-
-        Entries are rounded one by one, and each is stretched by its own scale: this is
-        at least the length of the matrix ``s_jk sum_t |d_tj| |a_tk|``.
-        """
-        a, d = io.rows()
-        in_a, in_d = (torch.linalg.vector_norm(_wide(x), dim=2) for x in (a, d))
-        scales = self._matrix(io, d.shape[1]).to(in_d.device, in_d.dtype)
-        squares = (in_d.square().unsqueeze(2) @ scales.square()).squeeze(2)
-        # lengths before squares: squares of small numbers would vanish
-        lengths: Tensor = torch.linalg.vector_norm(squares.sqrt() * in_a, dim=(1, 2))
-        return lengths * (1 + 1e-6)
-
-    def _matrix(self, io: DenseIO, groups: int) -> Tensor:
-        """Scales as ``[G, r, p]``, the bias last."""
-        scales = self.scales[io.weight]
-        scales = scales.reshape(groups, scales.shape[0] // groups, -1)
-        if io.bias is None:
-            return scales
-        bias = self.scales[io.bias].reshape(groups, -1, 1)
-        return torch.cat([scales, bias], -1)
-
-    @cached_property
-    def _largest(self) -> float:
-        return max(float(s.max()) for s in self.scales.values())
-
-    def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
-        return norm_dtype(like(io))
-
-    def apply(self, values: Values) -> dict[str, Tensor]:
-        return {n: _as(values[n], _wide(values[n]) * s) for n, s in self._scales()}
-
-    adjoint = apply
-
-    def inverse(self, values: Values) -> dict[str, Tensor]:
-        return {n: _as(values[n], _wide(values[n]) / s) for n, s in self._scales()}
-
-    def row_sq_norms(self, like: Values, *, inverse: bool = False) -> dict[str, Tensor]:
-        squares = {n: s.square() for n, s in self._scales()}
-        return {n: _as(like[n], 1 / s if inverse else s) for n, s in squares.items()}
-
-    def _scales(self) -> list[tuple[str, Tensor]]:
-        return list(self.scales.items())
-
-    def tensors(self) -> dict[str, Any]:
-        return dict(self.scales)
-
-
-@dataclass(frozen=True)
 class DenseMap:
     """What maps of a matrix ``[G, r, p]`` have in common.
 
@@ -270,9 +166,11 @@ class DenseMap:
     def values(self, m: Tensor, like: Values) -> dict[str, Tensor]:
         """The inverse of :meth:`matrix`, in the dtypes of ``like``."""
         weight = m if self.bias is None else m[..., :-1]
-        found = {self.weight: _as(like[self.weight], weight.reshape(self.shape))}
+        found = {
+            self.weight: in_dtype_of(like[self.weight], weight.reshape(self.shape))
+        }
         if self.bias is not None:
-            found[self.bias] = _as(like[self.bias], m[..., -1].flatten())
+            found[self.bias] = in_dtype_of(like[self.bias], m[..., -1].flatten())
         return found
 
 
@@ -400,15 +298,15 @@ class KroneckerMap(DenseMap):
     def apply(self, values: Values) -> dict[str, Tensor]:
         if thin.applies(self.right, self.left):
             return self._thin_apply(values, self.right)
-        return self.values(self.scale * self._map(_wide(self.matrix(values))), values)
+        return self.values(self.scale * self._map(wide(self.matrix(values))), values)
 
     def _thin_apply(self, values: Values, root: LowRankRoot) -> dict[str, Tensor]:
         parts = (self.groups, self.shape[0] // self.groups, -1)
-        weight, *rest = (_wide(values[n]).reshape(parts) for n in self.names)
+        weight, *rest = (wide(values[n]).reshape(parts) for n in self.names)
         mapped = thin.times(weight, rest[0] if rest else None, root, self.scale)
         found = zip(self.names, mapped, strict=False)  # without a bias, one of two
         return {
-            n: _as(values[n], v.reshape(values[n].shape))
+            n: in_dtype_of(values[n], v.reshape(values[n].shape))
             for n, v in found
             if v is not None
         }
@@ -416,7 +314,7 @@ class KroneckerMap(DenseMap):
     adjoint = apply  # both roots are symmetric
 
     def inverse(self, values: Values) -> dict[str, Tensor]:
-        m = self.right.inverse_times(_wide(self.matrix(values)))
+        m = self.right.inverse_times(wide(self.matrix(values)))
         m = self.left.inverse_times(m.mT).mT
         return self.values(m / self.scale, values)
 
@@ -431,13 +329,6 @@ class KroneckerMap(DenseMap):
     def tensors(self) -> dict[str, Any]:
         left, right = self.left.tensors(), self.right.tensors()
         return {"left": left, "right": right, "scale": self.scale}
-
-
-def _directions(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[B, G, 1, n]`` of length 1, or 0, and their lengths ``[B, G]``."""
-    lengths = torch.linalg.vector_norm(_wide(x), dim=-1, keepdim=True)
-    safe = torch.where(lengths == 0, torch.ones_like(lengths), lengths)
-    return (_wide(x) / safe).to(x.dtype), lengths[..., 0, 0]
 
 
 def _sq_norms(g: Tensor) -> Tensor:
@@ -474,9 +365,11 @@ def _chunk(io: LayerIO) -> int:
     return CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """In the dtype that squares are added up in."""
     return x.to(square_dtype(x))
 
 
-def _as(like: Tensor, value: Tensor) -> Tensor:
+def in_dtype_of(like: Tensor, value: Tensor) -> Tensor:
+    """The value, in another's dtype."""
     return value.to(like.dtype)
