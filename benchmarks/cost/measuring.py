@@ -259,21 +259,24 @@ def summary(seconds, memory, refresh):
                 "memory_over_fastest_mode": peaks[ours] / peaks[fastest],
                 "memory_over_leanest_mode": peaks[ours] / peaks[leanest],
             }
-    if OURS in median and WHITENED in median:
-        low, middle, high = ratios(seconds, WHITENED, OURS)
-        found["whitened_over_ours"] = {
+    for kind in ("", " graph"):
+        ours, whitened = f"{OURS}{kind}", f"{WHITENED}{kind}"
+        if ours not in median or whitened not in median:
+            continue
+        low, middle, high = ratios(seconds, whitened, ours)
+        found[f"whitened_over_ours{kind}"] = {
             "time": middle,
             "time_quartiles": [low, middle, high],
-            "time_with_refresh": middle + refresh / REFRESH_EVERY / median[OURS],
-            "memory": peaks[WHITENED] / peaks[OURS],
+            "time_with_refresh": middle + refresh / REFRESH_EVERY / median[ours],
+            "memory": peaks[whitened] / peaks[ours],
         }
         if rivals:
-            over = found[WHITENED]["time_over_fastest_mode"]
+            over = found[whitened]["time_over_fastest_mode"]
             share = refresh / REFRESH_EVERY / median[found["fastest_mode"]]
-            found["whitened_over_fastest_mode"] = {
+            found[f"whitened_over_fastest_mode{kind}"] = {
                 "time": over,
                 "time_with_refresh": over + share,
-                "memory": found[WHITENED]["memory_over_fastest_mode"],
+                "memory": found[whitened]["memory_over_fastest_mode"],
             }
     return found
 
