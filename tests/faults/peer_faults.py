@@ -266,6 +266,7 @@ _MODELS = [
         "the norm of a bias that is not there",
         peer_models.bias_free_layers_are_exact,
         (dense.outer_sq_norms, " if bias else 0.0", ""),
+        (dense._sq_spread, " if bias else 0.0", ""),
         UNVERIFIED,
     ),
     fault(
