@@ -43,6 +43,10 @@ def attach(dataset, recipe, own=None, **options):
         # everybody in every step leaves no second group to take turns with
         bands = 1 if options.get("sample_rate") == 1.0 else 2
         settings = {**settings, "bands": bands}
+        if recipe in WHITENING:  # a block that is long enough for the bands
+            settings["refresh"] = 3 if bands == 1 else 4 * bands
+    if RECIPES[recipe].eigenvalues is not None:
+        settings = {**settings, "spectrum_size": 8, "spectrum_top": 20}
     if RECIPES[recipe].pretraining is not None:
         public = PublicProbe(examples(60, seed=9))
         settings = {"probes": public, "pretrain_epochs": 1, "pretrain_batch_size": 20}

@@ -29,7 +29,10 @@ def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
         DataError: it cannot be read, or does not fit the private data.
     """
     recipe = config.configured_recipe()
-    curvature = recipe.curvature
+    curvature, eigenvalues = recipe.curvature, recipe.eigenvalues
+    whitening = curvature is not None and curvature.probe == "public"
+    designing = eigenvalues is not None and eigenvalues.spectrum_probe == "public"
+    probing = whitening or designing
     if not config.public_data:
         if recipe.pretraining is not None:
             raise ConfigurationError(
@@ -37,13 +40,12 @@ def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
                 "given",
                 "give --public-data PATH with labelled data that is declared public",
             )
-        if curvature is not None and curvature.probe == "public":
+        if probing:
             raise ConfigurationError(
                 "the recipe's probe is 'public', and no public data was given",
                 "give --public-data PATH with data that is declared public",
             )
         return None
-    probing = curvature is not None and curvature.probe == "public"
     if not probing and recipe.pretraining is None:
         probe = "takes none" if curvature is None else f"has probe {curvature.probe!r}"
         raise ConfigurationError(
@@ -57,7 +59,9 @@ def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
     sizes: dict[str, int] = {}
     if recipe.pretraining is not None:
         sizes["pretrain_batch_size"] = recipe.pretraining.pretrain_batch_size
-    if curvature is not None and probing:
+    if eigenvalues is not None and designing:
+        sizes["spectrum_size"] = eigenvalues.spectrum_size
+    if curvature is not None and whitening:
         own_labels = own_labels or curvature.labels == "own"
         sizes["probe_size"] = curvature.probe_size
     _check(public, private, own_labels=own_labels, sizes=sizes)

@@ -37,10 +37,11 @@ from curvedp.train.measured import MeasuredSource, measured_layers
 from curvedp.train.passes import ForwardPrecision, chosen_norms
 from curvedp.train.pretrain import pretrain, public_examples
 from curvedp.train.private import Private
-from curvedp.train.probing import choose_labels, choose_probe
+from curvedp.train.probing import choose_labels, choose_probe, spectral_probe
 from curvedp.train.released import ReleasedSource
 from curvedp.train.secret import RunSecret
 from curvedp.train.settings import PrivacySettings
+from curvedp.train.spectra import find_design, stored_design
 from curvedp.train.whitened import CurvatureSource, FixedWhitener, WhitenerSource
 from curvedp.whitening import KroneckerWhitening, SubspaceWhitening
 
@@ -139,7 +140,8 @@ def make_private(
             ``clip_norm``, ``clipping``, ``mode``, the settings of its transforms and,
             where it whitens or pretrains, those of :class:`curvedp.recipes.Curvature`
             and :class:`curvedp.recipes.Pretraining` are taken too, and those of
-            :class:`curvedp.recipes.Correlation` where noise is correlated.
+            :class:`curvedp.recipes.Correlation` where noise is correlated, with those
+            of :class:`curvedp.recipes.Eigenvalues` where it is for a spectrum.
 
     Guarantees:
         After any number of the loop's steps, the parameters are (epsilon, delta)-DP
@@ -151,7 +153,7 @@ def make_private(
     plan_settings = PrivacySettings.of(settings)
     group = _people(people, examples_per_person)
     source = TrainingData.of(dataset, collate_fn, loader_options, group)
-    plan = plan_settings.plan(chosen, source.size, examples_per_person)
+    plan = plan_settings.first_plan(chosen, source.size, examples_per_person)
     streams = plan.streams(seed, unsafe_reproducible_noise=unsafe_reproducible_noise)
     shown = chosen_views(augment, views, streams, group)
     checked_loss = None if loss is None else per_example_loss(loss)
@@ -189,6 +191,19 @@ def make_private(
     if chosen.pretraining is not None and public is not None and not begun:
         own_loss = _required(checked_loss, chosen)
         pretrain(model, own_loss, public, chosen.pretraining, streams)
+    if chosen.eigenvalues is not None:
+        designed = stored_design(folder) or find_design(
+            model,
+            coverage,
+            _required(checked_loss, chosen),
+            chosen.eigenvalues,
+            spectral_probe(chosen.eigenvalues, probes, template, model, labels, loss),
+            whiteners,
+            plan.clipping,
+            float(optimizer.param_groups[0]["lr"]),
+            streams,
+        )
+        plan = plan_settings.plan(chosen, source.size, examples_per_person, designed)
     ledger = open_ledger(
         folder,
         plan,

@@ -353,6 +353,7 @@ class Private:
             "recipe": self._recipe.name,
             **self._curvature_facts(),
             **self._pretraining_facts(),
+            **self._eigenvalue_facts(),
             "transforms": self._recipe.chain.facts(),
             "views": None if views is None else f"{views.count} {views.name}",
             "optimiser": type(self._engine.optimizer).__name__,
@@ -365,6 +366,10 @@ class Private:
     def _pretraining_facts(self) -> dict[str, Any]:
         pretraining = self._recipe.pretraining
         return {} if pretraining is None else {"pretraining": pretraining.facts()}
+
+    def _eigenvalue_facts(self) -> dict[str, Any]:
+        eigenvalues = self._recipe.eigenvalues
+        return {} if eigenvalues is None else {"eigenvalues": eigenvalues.facts()}
 
     def _check_facts(self, stored: dict[str, Any], what: str) -> None:
         for name, value in self._facts().items():
