@@ -117,6 +117,7 @@ def test_a_rate_that_diverges_is_named():
     [
         {"pretrain_epochs": 0}, {"pretrain_batch_size": 0}, {"pretrain_epochs": 1.5},
         {"pretrain_learning_rate": 0.0}, {"pretrain_momentum": -1.0},
+        {"pretrain_labels": "model"},
     ],
     ids=str,
 )  # fmt: skip
@@ -125,6 +126,20 @@ def test_impossible_settings_are_refused_by_name(wrong):
         RECIPES["dp-sgd-pt"].configure(**wrong)
     with pytest.raises(ConfigurationError, match="no setting"):
         RECIPES["dp-sgd"].configure(**wrong)
+
+
+def test_random_labels_need_none_and_are_learnt():
+    inputs = public().tensors[0]
+    settings = {"pretrain_labels": "random", "pretrain_epochs": 60}
+    one = pretrained(probes=PublicProbe(inputs), **settings)
+    pairs = TensorDataset(inputs, torch.zeros(60, dtype=torch.long))
+    other = pretrained(probes=PublicProbe(pairs), **settings)
+    assert torch.equal(flat(one.model), flat(other.model))  # own labels are not seen
+    assert not torch.equal(flat(one.model), flat(model()))
+    with torch.no_grad():
+        sure = one._engine.model(inputs).softmax(1).max(1).values.mean()
+        unsure = model()(inputs).softmax(1).max(1).values.mean()
+    assert sure > unsure + 0.1  # it has told the inputs apart
 
 
 def test_steps_count_whole_batches():

@@ -55,7 +55,8 @@ def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
         )
     _refuse_private_data(config.public_data, config)
     public = datasets.load(config.public_data, **config.public_data_options)
-    own_labels = recipe.pretraining is not None
+    before = recipe.pretraining
+    own_labels = before is not None and before.pretrain_labels == "own"
     sizes: dict[str, int] = {}
     if recipe.pretraining is not None:
         sizes["pretrain_batch_size"] = recipe.pretraining.pretrain_batch_size

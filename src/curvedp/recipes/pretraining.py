@@ -7,9 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from curvedp.errors import ConfigurationError
-from curvedp.recipes.types import check_least, check_types
+from curvedp.recipes.types import check_choice, check_least, check_types
 
-__all__ = ["Pretraining"]
+__all__ = ["PRETRAIN_LABELS", "Pretraining"]
+
+#: Those of the public examples, or one for each of them at random, which stays.
+PRETRAIN_LABELS = ("own", "random")
 
 
 @dataclass(frozen=True)
@@ -21,15 +24,19 @@ class Pretraining:
         pretrain_batch_size: examples of a batch, drawn at random.
         pretrain_learning_rate: of SGD, constant.
         pretrain_momentum: of SGD.
+        pretrain_labels: "own" labels of the public examples; or "random" ones, where
+            they have none: what is learnt of the inputs by telling them apart.
     """
 
     pretrain_epochs: int = 10
     pretrain_batch_size: int = 64
     pretrain_learning_rate: float = 0.05
     pretrain_momentum: float = 0.9
+    pretrain_labels: str = "own"
 
     def __post_init__(self) -> None:
         check_types(self.facts(), {f.name: str(f.type) for f in fields(Pretraining)})
+        check_choice("pretrain_labels", self.pretrain_labels, PRETRAIN_LABELS)
         check_least("pretrain_epochs", self.pretrain_epochs, 1)
         check_least("pretrain_batch_size", self.pretrain_batch_size, 1)
         check_least("pretrain_momentum", self.pretrain_momentum, 0.0)

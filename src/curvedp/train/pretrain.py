@@ -7,11 +7,15 @@ without a checkpoint makes the same parameters again.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from curvedp.barrier import Provenance
+from curvedp.curvature.products import evaluated
 from curvedp.errors import ConfigurationError
 from curvedp.layers import PerExampleLoss, as_call
 from curvedp.noise import RandomStreams, Stream
@@ -56,7 +60,7 @@ def pretrain(
     Args:
         model: its parameters are changed, its mode is not.
         loss: per-example loss; its mean over a batch is minimised.
-        public: labelled examples.
+        public: examples, with labels unless those are to be random.
         how: epochs, batch size, learning rate.
         streams: the public stream of pretraining is in them.
     """
@@ -67,6 +71,8 @@ def pretrain(
     )
     seed = streams.torch_seed(Stream.PRETRAINING) % 2**63
     generator = torch.Generator().manual_seed(seed)
+    if how.pretrain_labels == "random":
+        public = replace(public, dataset=_Relabelled(public, model, generator))
     was_training = model.training
     set_training_mode(model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -87,6 +93,47 @@ def pretrain(
             "pretraining on the public data diverged",
             "set a smaller pretrain_learning_rate",
         )
+
+
+class _Relabelled:
+    """The inputs of a public dataset, each with a random class that stays its own.
+
+    A net that learns them has to tell the inputs apart; what it finds for that, edges
+    and textures, is of use for other labels (Gu et al., section 4).
+
+    Args:
+        public: whose dataset.
+        model: its outputs ``[B, classes]`` say how many classes there are.
+        generator: draws them.
+    """
+
+    def __init__(
+        self, public: PublicProbe, model: nn.Module, generator: torch.Generator
+    ) -> None:
+        self._dataset = public.dataset
+        own = next(model.parameters())
+        inputs = public.inputs(1, torch.Generator().manual_seed(0))
+        placed = tree_map(lambda x: _as(x, own.dtype), moved(inputs, own.device))
+        args, kwargs = as_call(placed)
+        with evaluated(model), torch.no_grad():
+            output = model(*args, **kwargs)
+        if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] < 2:
+            raise ConfigurationError(
+                "random labels are classes, and the model does not give one number for "
+                "each class",
+                "set pretrain_labels = 'own'",
+            )
+        rows = len(public.dataset)
+        classes = torch.randint(output.shape[1], (rows,), generator=generator)
+        self._labels = classes.tolist()
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        example = self._dataset[row]
+        pair = isinstance(example, tuple | list) and len(example) in (1, 2)
+        return (example[0] if pair else example), self._labels[row]
 
 
 def _as(x: object, dtype: torch.dtype) -> object:
