@@ -150,11 +150,11 @@ FAULTS = [
             Patch(
                 Engine.release,
                 "    if self.journal is not None:\n"
-                "        self.journal.write(release, self._group_settings())\n"
+                "        self.journal.write(release, group_settings(self.optimizer))\n"
                 "    self.apply(release)",
                 "    self.apply(release)\n"
                 "    if self.journal is not None:\n"
-                "        self.journal.write(release, self._group_settings())",
+                "        self.journal.write(release, group_settings(self.optimizer))",
             ),
         ),
     ),

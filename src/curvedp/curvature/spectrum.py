@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
 from curvedp.barrier import Provenance
 from curvedp.curvature.density import lanczos_density
@@ -125,6 +124,9 @@ def top_eigenvalues(
     if size <= max(DENSE, count + 1):
         whole = np.stack([times(row) for row in np.eye(size)])
         return np.asarray(np.linalg.eigvalsh((whole + whole.T) / 2)[::-1][:count])
+    # scipy takes long to import, and most runs need none of it
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
     start = np.random.default_rng(seed).standard_normal(size)
     operator = LinearOperator((size, size), matvec=times, dtype=np.float64)
     try:

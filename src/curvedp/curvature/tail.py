@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import scipy.optimize
 
 from curvedp.errors import ConfigurationError
 
@@ -101,6 +100,8 @@ def fit_tail(
         count: ``p+``, above their number.
         least: ``mu_p+``; by default a millionth of the largest.
     """
+    from scipy.optimize import least_squares  # takes long to import
+
     known = np.asarray(largest, dtype=np.float64)
     if len(known) < FEWEST or count <= len(known):
         raise ConfigurationError(
@@ -128,7 +129,7 @@ def fit_tail(
         curve: Floats = np.exp(free[0]) * apart ** free[1] - height
         return curve
 
-    found = scipy.optimize.least_squares(
+    found = least_squares(
         residuals,
         [offset, power],
         bounds=([-np.inf, _POWERS[0]], [np.inf, _POWERS[1]]),

@@ -344,7 +344,7 @@ class Engine:
         )
 
     def graphed(
-        self, loss: PerExampleLoss, capture: Capture | None = None
+        self, loss: PerExampleLoss, capture: Capture | None = None, **options: Any
     ) -> GraphedPass:
         """The pass over a batch as a graph; see :mod:`curvedp.train.graph`.
 
@@ -359,6 +359,7 @@ class Engine:
             views=self._loader.views,
             norms=self._norms,
             capture=capture,
+            **options,
         )
 
     def explain(self, synthesise: Synthesiser) -> StepPlan:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
-import scipy.linalg
 
 from curvedp.errors import ConfigurationError
 from curvedp.noise.strategies.base import Memory, Strategy, Vector, combined
@@ -112,7 +111,9 @@ class BandedToeplitz(Banded):
     def inverse(self, start: int = 0, steps: int | None = None) -> Floats:
         count = (self.steps if steps is None else steps) - start
         series = inverse_series(self.coefficients, count)
-        return np.asarray(scipy.linalg.toeplitz(series, np.zeros(count)))
+        from scipy.linalg import toeplitz
+
+        return np.asarray(toeplitz(series, np.zeros(count)))
 
     def inverse_row_norms(self, start: int = 0) -> Floats:
         series = inverse_series(self.coefficients, self.steps - start)
@@ -145,7 +146,9 @@ def reversed_cholesky(band: Floats) -> Floats:
         numpy.linalg.LinAlgError: X is not positive definite.
     """
     n = band.shape[1]
-    return _flipped(scipy.linalg.cholesky_banded(_flipped(band, n), lower=True), n)
+    from scipy.linalg import cholesky_banded
+
+    return _flipped(cholesky_banded(_flipped(band, n), lower=True), n)
 
 
 def _flipped(band: Floats, n: int) -> Floats:

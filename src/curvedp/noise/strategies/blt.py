@@ -16,8 +16,6 @@ import math
 from typing import Any, ClassVar
 
 import numpy as np
-import scipy.linalg
-import scipy.optimize
 
 from curvedp.errors import ConfigurationError
 from curvedp.noise.strategies.base import (
@@ -74,7 +72,9 @@ class BufferedToeplitz(Strategy):
     def materialize(self, steps: int | None = None) -> Floats:
         count = self._steps if steps is None else steps
         column = self._coefficients[:count]
-        return np.asarray(scipy.linalg.toeplitz(column, np.zeros(count)))
+        from scipy.linalg import toeplitz
+
+        return np.asarray(toeplitz(column, np.zeros(count)))
 
     def next(self, noise: Vector, memory: Memory, step: int) -> tuple[Any, Memory]:
         past = memory or tuple(zeros_like(noise) for _ in self.weights)
@@ -142,7 +142,9 @@ def optimise_blt(
     # decays whose memories are spread over the run's length, weights of a square root
     spans = np.geomspace(2.0, max(4.0, steps), buffers)
     guess = np.concatenate([np.log(0.5 / spans**0.5 / buffers), np.log(spans)])
-    found = scipy.optimize.minimize(
+    from scipy.optimize import minimize
+
+    found = minimize(
         loss, guess, method="L-BFGS-B", options={"maxiter": 500, "maxfun": 20000}
     )
     return BufferedToeplitz(*_unpacked(found.x), steps)

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.optimize
-from scipy.linalg import get_lapack_funcs
 
 from curvedp.errors import ConfigurationError
 from curvedp.noise.strategies.banded import Banded, BandedToeplitz, inverse_series
@@ -86,7 +84,9 @@ def optimise_toeplitz(workload: Workload, steps: int, bands: int) -> BandedToepl
     if bands == 1:
         return BandedToeplitz(np.ones(1), steps)
     loss = _toeplitz_loss(workload, steps, bands)
-    found = scipy.optimize.minimize(
+    from scipy.optimize import minimize
+
+    found = minimize(
         loss,
         _square_root_series(bands)[1:],
         jac=True,
@@ -230,6 +230,8 @@ class _Problem:
         """Error and gradient; None where X is not positive definite."""
         w, count = self._width, self._count
         own, beside = self._blocks(free)
+        from scipy.linalg import get_lapack_funcs
+
         (potrf, trtri) = get_lapack_funcs(("potrf", "trtri"), (own[0],))
         roots: list[Floats] = []
         links: list[Floats] = []
