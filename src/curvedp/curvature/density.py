@@ -62,10 +62,15 @@ class Density:
         total = float(parts.sum())
         return float(parts[self.nodes < 0].sum()) / total if total > 0 else 0.0
 
-    def positive_sum(self) -> float:
-        """Sum of all positive eigenvalues."""
+    def positive_sum(self, below: float = math.inf) -> float:
+        """Sum of all positive eigenvalues, or of those below a limit.
+
+        The few largest make most of the sum and nearly all of its variance: who knows
+        them already asks for those below, and adds the others exactly.
+        """
         parts = self.nodes * self.weights
-        return self.size * float(parts[self.nodes > 0].sum())
+        chosen = (self.nodes > 0) & (self.nodes < below)
+        return self.size * float(parts[chosen].sum())
 
     def ranked(self) -> tuple[Tensor, Tensor]:
         """Magnitudes, the largest first, and the rank at which each of them ends."""
