@@ -3,7 +3,8 @@ r"""The largest eigenvalues of a model's curvature, and a guess at all the other
 The noise of a step is forgotten in a direction of curvature mu at a rate of ``1 - eta
 mu`` a step; so which noise a run can bear depends on the eigenvalues, and on nothing
 else of the Hessian (NoiseCurve, theorem 1). The k largest come from Lanczos iterations,
-the sum of the others from quadrature, these from a curve (:mod:`curvedp.curvature.tail`).
+the sum of the others from quadrature, and they themselves from a curve
+(:mod:`curvedp.curvature.tail`).
 
 Everything is a function of parameters and probes: public if those are.
 """
