@@ -46,7 +46,7 @@ def attach(dataset, recipe, own=None, **options):
         settings = {**settings, "bands": 1 if alone else 2}
     if RECIPES[recipe].eigenvalues is not None:
         settings = {**settings, "spectrum_size": 8, "spectrum_top": 20}
-    if RECIPES[recipe].pretraining is not None:
+    if RECIPES[recipe].pretrains:
         public = PublicProbe(examples(60, seed=9))
         settings = {"probes": public, "pretrain_epochs": 1, "pretrain_batch_size": 20}
     return make_private(

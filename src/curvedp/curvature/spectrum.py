@@ -36,7 +36,8 @@ __all__ = ["CurvatureSpectrum", "curvature_spectrum", "top_eigenvalues"]
 DENSE = 256
 #: Relative error of an eigenvalue at which Lanczos ends.
 TOLERANCE = 1e-4
-#: Steps and vectors of the quadrature of the sum.
+#: Least steps, and vectors, of the quadrature of the sum. The more eigenvalues are
+#: known, the smaller are the others, and the more steps it takes to tell them from 0.
 _STEPS, _VECTORS = 30, 4
 
 
@@ -184,8 +185,9 @@ def curvature_spectrum(
         return whole
     if tail:
         return CurvatureSpectrum(largest, size, fit_tail(known, tail), provenance)
+    steps = max(_STEPS, len(known) // 2)
     density = lanczos_density(
-        product, size, steps=_STEPS, vectors=_VECTORS, seed=seed, device=device
+        product, size, steps=steps, vectors=_VECTORS, seed=seed, device=device
     )
     total = sum(known) + density.positive_sum(below=known[-1])
     fitted = fit_tail_to_sum(known, size, total)

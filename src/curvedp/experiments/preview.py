@@ -135,7 +135,7 @@ def preview_run(built: BuiltRun) -> Preview:
             oracle=recipe.oracle,
             public_probe=built.probe is not None
             and (recipe.probes or recipe.eigenvalues is not None),
-            pretrained=recipe.pretraining is not None,
+            pretrained=recipe.pretrains,
         )
     parameters = [p for p in built.model.parameters() if p.requires_grad]
     expected, device = sampling.expected_batch_size, parameters[0].device.type

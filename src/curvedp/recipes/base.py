@@ -232,8 +232,12 @@ class Recipe:
     @property
     def takes_public_data(self) -> bool:
         """Whether public data has a use: as probes, or to pretrain on."""
-        pretrains = self.pretraining is not None
-        return self.probes or pretrains or self.eigenvalues is not None
+        return self.probes or self.pretrains or self.eigenvalues is not None
+
+    @property
+    def pretrains(self) -> bool:
+        """Whether public data is trained on before the first private step."""
+        return self.pretraining is not None and self.pretraining.pretrain_epochs > 0
 
     def search_space(self, mode: str | None = None) -> SearchSpace:
         """What is searched, in the default mode or another.

@@ -20,6 +20,7 @@ from curvedp.plan import Correlation
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.curvature import Curvature
 from curvedp.recipes.eigenvalues import Eigenvalues
+from curvedp.recipes.pretraining import Pretraining
 from curvedp.recipes.search import WHITENING, Choice, Range
 
 __all__ = ["MODES", "RECIPE"]
@@ -40,6 +41,7 @@ RECIPE = Recipe(
     curvature=Curvature(back_map="natural", refresh=0),
     correlation=Correlation(),
     eigenvalues=Eigenvalues(),
+    pretraining=Pretraining(pretrain_epochs=0),
     modes=MODES,
     search={
         "learning_rate": Range(0.05, 4.0, log=True),

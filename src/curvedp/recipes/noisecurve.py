@@ -14,6 +14,9 @@ shortens the gradient, and with it the curvature that acts (by the mean clip wei
 the probe); and where ``eta mu > 1``, it is clipping that keeps the run from diverging,
 so such a mu counts as ``1 / eta``. Designed for plain SGD at a constant rate.
 
+A spectrum stays what it is once a net has learnt something; so the paper pretrains on
+the same public data, without labels (``pretrain_epochs=10, pretrain_labels="simclr"``).
+
 Gu et al., "Correlating cross-iteration noise for DP-SGD using model curvature", 2025.
 
 =========  ==========================================================================
@@ -27,6 +30,7 @@ from typing import Any
 from curvedp.plan import Correlation
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.eigenvalues import Eigenvalues
+from curvedp.recipes.pretraining import Pretraining
 from curvedp.recipes.search import CLIPPING, Choice, Range
 
 __all__ = ["MODES", "RECIPE"]
@@ -44,6 +48,7 @@ RECIPE = Recipe(
     momentum=0.0,
     correlation=Correlation(),
     eigenvalues=Eigenvalues(),
+    pretraining=Pretraining(pretrain_epochs=0),
     modes=MODES,
     search={
         "learning_rate": Range(0.05, 4.0, log=True),

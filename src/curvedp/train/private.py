@@ -210,7 +210,7 @@ class Private:
             oracle=self._oracle,
             public_probe=self._engine.whiteners.provenance is Provenance.PUBLIC,
             views=self._engine.views,
-            pretrained=self._recipe.pretraining is not None,
+            pretrained=self._recipe.pretrains,
         )
 
     @property
@@ -364,8 +364,10 @@ class Private:
         return {} if curvature is None else {"curvature": curvature.facts()}
 
     def _pretraining_facts(self) -> dict[str, Any]:
-        pretraining = self._recipe.pretraining
-        return {} if pretraining is None else {"pretraining": pretraining.facts()}
+        before = self._recipe.pretraining
+        if before is None or not self._recipe.pretrains:
+            return {}
+        return {"pretraining": before.facts()}
 
     def _eigenvalue_facts(self) -> dict[str, Any]:
         eigenvalues = self._recipe.eigenvalues
