@@ -296,3 +296,12 @@ class Recipe:
             **named, **settings, **inner, **noise, **found, **before,
             **self.chain.facts(),
         }  # fmt: skip
+
+    def facts_of_parts(self) -> dict[str, Any]:
+        """Settings of what it does beside clipping and noise, each part by its name."""
+        parts = {
+            "curvature": self.curvature,
+            "pretraining": self.pretraining if self.pretrains else None,
+            "eigenvalues": self.eigenvalues,
+        }
+        return {name: part.facts() for name, part in parts.items() if part is not None}

@@ -351,27 +351,11 @@ class Private:
         return {
             **self.plan.facts(),
             "recipe": self._recipe.name,
-            **self._curvature_facts(),
-            **self._pretraining_facts(),
-            **self._eigenvalue_facts(),
+            **self._recipe.facts_of_parts(),
             "transforms": self._recipe.chain.facts(),
             "views": None if views is None else f"{views.count} {views.name}",
             "optimiser": type(self._engine.optimizer).__name__,
         }
-
-    def _curvature_facts(self) -> dict[str, Any]:
-        curvature = self._recipe.curvature
-        return {} if curvature is None else {"curvature": curvature.facts()}
-
-    def _pretraining_facts(self) -> dict[str, Any]:
-        before = self._recipe.pretraining
-        if before is None or not self._recipe.pretrains:
-            return {}
-        return {"pretraining": before.facts()}
-
-    def _eigenvalue_facts(self) -> dict[str, Any]:
-        eigenvalues = self._recipe.eigenvalues
-        return {} if eigenvalues is None else {"eigenvalues": eigenvalues.facts()}
 
     def _check_facts(self, stored: dict[str, Any], what: str) -> None:
         for name, value in self._facts().items():
