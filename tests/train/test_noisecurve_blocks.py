@@ -110,10 +110,10 @@ def test_nor_with_a_strategy_that_knows_of_no_refresh(run):
     # carried through the new map, noise would hide less of an example's last step:
     # columns of one group share no row, so the worst direction of each is the worst
     carried = np.linalg.norm(maps[REFRESH] @ np.linalg.inv(maps[0]), 2)
-    assert carried > 1.05
+    assert carried > 2
     stretched = whole.copy()
     stretched[REFRESH:, :REFRESH] *= carried
-    assert max(most(stretched, steps) for steps in turns()) > allowed * (1 + 1e-4)
+    assert max(most(stretched, steps) for steps in turns()) > 1.1 * allowed
 
 
 def test_a_frozen_whitener_keeps_one_block(run):
