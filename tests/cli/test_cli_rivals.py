@@ -1,6 +1,7 @@
 """Rivals on the command line: modes, public data, dry runs, comparisons."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def small(recipe):
 @pytest.mark.parametrize("recipe", RIVALS)
 @pytest.mark.parametrize("dry", [True, False])
 def test_rivals_train_and_say_what_they_would_do(call, blobs, recipe, dry):
-    extra = PUBLIC if RECIPES[recipe].pretraining is not None else []
+    extra = PUBLIC if RECIPES[recipe].pretrains else []
     extra = [*extra, *(["--dry-run"] if dry else ["--run-dir", "run"])]
     text = call(
         "train", *run_options(blobs), "--recipe", recipe, *small(recipe), *extra
@@ -72,6 +73,17 @@ def test_public_data_with_its_own_labels(call, blobs, recipe):
     assert "declared public" in text
 
 
+def test_correlated_noise_after_pretraining_without_labels(call, blobs):
+    text = call(
+        "train", *run_options(blobs), "--recipe", "noisecurve", *PUBLIC,
+        "--set", "pretrain_epochs=2", "--set", "pretrain_labels=random", "--set",
+        "bands=2", "--set", "spectrum_size=16", "--run-dir", "run",
+    ).stdout  # fmt: skip
+    assert "to pretrain on" in text
+    assert "eigenvalues" in text
+    assert Path("run/pretrained.safetensors").exists()
+
+
 def test_the_biased_form(call, blobs):
     call(
         "train", *run_options(blobs), "--recipe", "gep", "--mode", "biased",
@@ -86,6 +98,13 @@ def test_the_biased_form(call, blobs):
         ("dp-soap", PUBLIC, ["releases"]),
         ("dp-sgd-pt", [*PUBLIC, "--set", "pretrain_batch_size=100"], ["80", "100"]),
         ("gep", ["--clipping", "adaptive"], ["one threshold"]),
+        ("dp-bandmf", PUBLIC, ["pretrain_epochs"]),
+        ("noisecurve", ["--set", "pretrain_epochs=2"], ["pretrains", "--public-data"]),
+        (
+            "dp-sgd-pt",
+            [*PUBLIC, "--set", "pretrain_labels=simclr"],
+            ["images", "pretrain_labels"],
+        ),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ from curvedp import Trainer
 from curvedp.errors import ConfigurationError, CurvedpError
 from curvedp.probes import FeatureProbe, NormalColumn, OracleProbe, PublicProbe
 from curvedp.recipes import RECIPES, Pretraining
+from curvedp.train.tensors import read_tensors
 
 from .test_whitened_recipes import attach, examples, flat, model, train
 
@@ -69,9 +70,30 @@ def test_a_run_with_a_checkpoint_does_not_pretrain_again(tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("pretrained again")
 
-    monkeypatch.setattr("curvedp.train.attach.pretrain", refuse)
+    monkeypatch.setattr("curvedp.train.pretrain.pretrain", refuse)
     with pretrained(run_dir=tmp_path / "run") as second:
         second.resume()
+
+
+def test_the_parameters_are_kept_and_taken_again(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    with pretrained(run_dir=folder) as first:
+        before = flat(first._engine.model)
+        train(first, 3)
+    stored, facts = read_tensors(folder / "pretrained.safetensors")
+    assert facts["kind"] == "curvedp-pretrained"
+    names = [name for name, _ in model().named_parameters()]
+    assert torch.equal(torch.cat([stored[n].flatten() for n in names]), before)
+
+    def refuse(*_):
+        raise AssertionError("pretrained again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("curvedp.train.pretrain.pretrain", refuse)
+        with pretrained(run_dir=folder, seed=8) as second:  # no checkpoint was saved
+            assert torch.equal(flat(second._engine.model), before)
+    with pretrained(run_dir=folder, pretrain_epochs=2) as other:
+        assert not torch.equal(flat(other._engine.model), before)
 
 
 def test_other_pretraining_is_another_run(tmp_path):
@@ -115,8 +137,10 @@ def test_a_rate_that_diverges_is_named():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"pretrain_epochs": 0}, {"pretrain_batch_size": 0}, {"pretrain_epochs": 1.5},
+        {"pretrain_epochs": -1}, {"pretrain_batch_size": 0}, {"pretrain_epochs": 1.5},
         {"pretrain_learning_rate": 0.0}, {"pretrain_momentum": -1.0},
+        {"pretrain_labels": "model"}, {"pretrain_temperature": 0.0},
+        {"pretrain_batch_size": 1, "pretrain_labels": "simclr"},
     ],
     ids=str,
 )  # fmt: skip
@@ -125,6 +149,20 @@ def test_impossible_settings_are_refused_by_name(wrong):
         RECIPES["dp-sgd-pt"].configure(**wrong)
     with pytest.raises(ConfigurationError, match="no setting"):
         RECIPES["dp-sgd"].configure(**wrong)
+
+
+def test_random_labels_need_none_and_are_learnt():
+    inputs = public().tensors[0]
+    settings = {"pretrain_labels": "random", "pretrain_epochs": 60}
+    one = pretrained(probes=PublicProbe(inputs), **settings)
+    pairs = TensorDataset(inputs, torch.zeros(60, dtype=torch.long))
+    other = pretrained(probes=PublicProbe(pairs), **settings)
+    assert torch.equal(flat(one.model), flat(other.model))  # own labels are not seen
+    assert not torch.equal(flat(one.model), flat(model()))
+    with torch.no_grad():
+        sure = one._engine.model(inputs).softmax(1).max(1).values.mean()
+        unsure = model()(inputs).softmax(1).max(1).values.mean()
+    assert sure > unsure + 0.1  # it has told the inputs apart
 
 
 def test_steps_count_whole_batches():
@@ -141,3 +179,35 @@ def test_the_trainer_pretrains_too():
     )  # fmt: skip
     trainer.fit(examples())
     assert accuracy(own, public()) > accuracy(model(), public()) + 0.3
+
+
+CORRELATED = ("dp-bandmf", "noisecurve", "dp-kfc+noisecurve")
+
+
+@pytest.mark.parametrize("recipe", CORRELATED)
+def test_correlated_noise_may_start_from_unlabelled_images(recipe):
+    images = PublicProbe(public().tensors[0])
+    plain = attach(examples(), recipe, probes=None)
+    assert "start" not in dict(plain.statement().lines)
+    private = attach(
+        examples(), recipe, probes=images, pretrain_epochs=3, pretrain_batch_size=20,
+        pretrain_labels="simclr",
+    )  # fmt: skip
+    own = private._engine.model
+    assert torch.equal(own[-1].weight, model()[-1].weight)
+    assert not torch.equal(own[0].weight, model()[0].weight)
+    assert "declared public" in dict(private.statement().lines)["start"]
+    with pytest.raises(ConfigurationError, match="none was given"):
+        attach(examples(), recipe, pretrain_epochs=3)
+
+
+def test_a_spectrum_is_that_of_the_pretrained_net():
+    def largest(**settings):
+        probes = PublicProbe(public())
+        private = attach(examples(), "noisecurve", probes=probes, **settings)
+        return private.plan.correlation.spectrum["largest"]
+
+    before = largest()
+    assert largest(pretrain_epochs=0) == before
+    after = largest(pretrain_epochs=30, pretrain_batch_size=20)
+    assert abs(after / before - 1) > 0.2

@@ -40,10 +40,13 @@ def attach(dataset, recipe, own=None, **options):
     if recipe in WHITENING:
         settings = {**settings, "refresh": 3}
     if RECIPES[recipe].correlation is not None:
-        # everybody in every step leaves no second group to take turns with
-        bands = 1 if options.get("sample_rate") == 1.0 else 2
-        settings = {**settings, "bands": bands}
-    if RECIPES[recipe].pretraining is not None:
+        # everybody in every step leaves no second group to take turns with, and three
+        # steps of one whitener leave nothing for a second band to cancel
+        alone = options.get("sample_rate") == 1.0 or recipe in WHITENING
+        settings = {**settings, "bands": 1 if alone else 2}
+    if RECIPES[recipe].eigenvalues is not None:
+        settings = {**settings, "spectrum_size": 8, "spectrum_top": 20}
+    if RECIPES[recipe].pretrains:
         public = PublicProbe(examples(60, seed=9))
         settings = {"probes": public, "pretrain_epochs": 1, "pretrain_batch_size": 20}
     return make_private(

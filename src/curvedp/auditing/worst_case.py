@@ -101,7 +101,7 @@ def audit_worst_case(
     settings.setdefault("expected_batch_size", settings["sample_rate"] * canaries / 2)
     # room for nearly every draw, so that a step is one pass
     options: dict[str, Any] = {"physical_batch_size": canaries}
-    if own.pretraining is not None:
+    if own.pretrains:
         options["probes"] = case.public()
         # one that is learnt before the first step has no gradient left
         settings.setdefault("pretrain_learning_rate", SLOWER * SLOWER)

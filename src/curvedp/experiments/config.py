@@ -303,6 +303,8 @@ class RunConfig:
         recipe = get_recipe(self.recipe)
         if self.public_data and recipe.probes:
             settings.setdefault("probe", "public")  # what else would it be for
+        if self.public_data and recipe.eigenvalues is not None:
+            settings.setdefault("spectrum_probe", "public")
         return recipe.configure(**settings)
 
     @property

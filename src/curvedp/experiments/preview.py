@@ -133,8 +133,9 @@ def preview_run(built: BuiltRun) -> Preview:
             unsafe=unsafe,
             trusted_loss=False,
             oracle=recipe.oracle,
-            public_probe=built.probe is not None and recipe.probes,
-            pretrained=recipe.pretraining is not None,
+            public_probe=built.probe is not None
+            and (recipe.probes or recipe.eigenvalues is not None),
+            pretrained=recipe.pretrains,
         )
     parameters = [p for p in built.model.parameters() if p.requires_grad]
     expected, device = sampling.expected_batch_size, parameters[0].device.type
@@ -242,7 +243,9 @@ def _stand_in(
     synthetic = _synthetic(built, rows)
     probes = None
     # before the steps; and noise takes little of one
-    recipe = replace(recipe, pretraining=None, correlation=None, search={})
+    recipe = replace(
+        recipe, pretraining=None, correlation=None, eigenvalues=None, search={}
+    )
     if recipe.curvature is not None and recipe.curvature.probe in ("public", "oracle"):
         recipe = recipe.configure(probe="public")
         probes = PublicProbe(synthetic, allow_repeats=True)

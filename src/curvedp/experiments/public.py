@@ -29,35 +29,40 @@ def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
         DataError: it cannot be read, or does not fit the private data.
     """
     recipe = config.configured_recipe()
-    curvature = recipe.curvature
+    curvature, eigenvalues = recipe.curvature, recipe.eigenvalues
+    whitening = curvature is not None and curvature.probe == "public"
+    designing = eigenvalues is not None and eigenvalues.spectrum_probe == "public"
+    probing = whitening or designing
     if not config.public_data:
-        if recipe.pretraining is not None:
+        if recipe.pretrains:
             raise ConfigurationError(
                 f"the recipe {recipe.name!r} pretrains on public data, and none was "
                 "given",
-                "give --public-data PATH with labelled data that is declared public",
+                "give --public-data PATH with data that is declared public",
             )
-        if curvature is not None and curvature.probe == "public":
+        if probing:
             raise ConfigurationError(
                 "the recipe's probe is 'public', and no public data was given",
                 "give --public-data PATH with data that is declared public",
             )
         return None
-    probing = curvature is not None and curvature.probe == "public"
-    if not probing and recipe.pretraining is None:
+    if not probing and not recipe.pretrains:
         probe = "takes none" if curvature is None else f"has probe {curvature.probe!r}"
         raise ConfigurationError(
             f"public data was given, and the recipe {recipe.name!r} {probe}",
-            "choose a recipe that pretrains, or one that whitens with --set "
-            "probe=public, or give no --public-data",
+            "choose a recipe that pretrains (some by --set pretrain_epochs=10), or one "
+            "that whitens with --set probe=public, or give no --public-data",
         )
     _refuse_private_data(config.public_data, config)
     public = datasets.load(config.public_data, **config.public_data_options)
-    own_labels = recipe.pretraining is not None
+    before = recipe.pretraining if recipe.pretrains else None
+    own_labels = before is not None and before.pretrain_labels == "own"
     sizes: dict[str, int] = {}
-    if recipe.pretraining is not None:
-        sizes["pretrain_batch_size"] = recipe.pretraining.pretrain_batch_size
-    if curvature is not None and probing:
+    if before is not None:
+        sizes["pretrain_batch_size"] = before.pretrain_batch_size
+    if eigenvalues is not None and designing:
+        sizes["spectrum_size"] = eigenvalues.spectrum_size
+    if curvature is not None and whitening:
         own_labels = own_labels or curvature.labels == "own"
         sizes["probe_size"] = curvature.probe_size
     _check(public, private, own_labels=own_labels, sizes=sizes)
@@ -113,7 +118,8 @@ def _check(
             f"{public.name} is a {public.task.value} of {public.num_outputs} outputs, "
             f"and the private data a {private.task.value} of {private.num_outputs}: "
             "its own labels do not fit the model",
-            "use --set labels=model for probes; pretraining needs the same labels",
+            "use --set labels=model for probes; pretraining needs the same labels, or "
+            "none (--set pretrain_labels=simclr)",
         )
     for name, size in sizes.items():
         if len(public.train) < size:

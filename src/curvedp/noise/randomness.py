@@ -47,6 +47,7 @@ class Stream(Enum):
     VIEWS = 7
     PRETRAINING = 8
     GROUPS = 9
+    SPECTRUM = 10
 
     @property
     def is_secret(self) -> bool:

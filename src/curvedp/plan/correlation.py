@@ -9,6 +9,7 @@ more noise and need more of it; ``bands="auto"`` takes those of least predicted 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -23,7 +24,13 @@ from curvedp.noise.strategies.optimise import check_sizes
 from curvedp.plan.sampling import SamplingPlan
 from curvedp.values import is_number, is_whole
 
-__all__ = ["Correlation", "PlannedCorrelation", "best_bands", "largest_bands"]
+__all__ = [
+    "Correlation",
+    "DesignedFor",
+    "PlannedCorrelation",
+    "best_bands",
+    "largest_bands",
+]
 
 #: A block of noise shorter than this many bands has little to cancel.
 LEAST_BLOCK = 4
@@ -95,13 +102,20 @@ class Correlation:
         """What the noise is designed for."""
         return Momentum(self.noise_momentum) if self.noise_momentum else PrefixSums()
 
-    def planned(self, steps: int, bands: int, refresh: int = 0) -> PlannedCorrelation:
+    def planned(
+        self,
+        steps: int,
+        bands: int,
+        refresh: int = 0,
+        designed_for: DesignedFor | None = None,
+    ) -> PlannedCorrelation:
         """For a run of so many steps, and so many bands.
 
         Args:
             steps: T.
             bands: b.
             refresh: steps after which a new whitener ends a block; 0 for never.
+            designed_for: a workload that was found, in place of the settings' own.
         """
         if refresh and bands > 1 and refresh < LEAST_BLOCK * bands:
             raise ConfigurationError(
@@ -111,8 +125,27 @@ class Correlation:
                 "first whitener, or use fewer bands",
             )
         block = refresh if self.strategy == "banded" and bands > 1 else 0
-        design = Design.of(self.strategy, steps, bands, self.workload(), block)
-        return PlannedCorrelation(design, self.noise_memory)
+        workload = self.workload() if designed_for is None else designed_for.workload
+        design = Design.of(self.strategy, steps, bands, workload, block)
+        origin = "" if designed_for is None else designed_for.origin_text()
+        return PlannedCorrelation(design, self.noise_memory, origin)
+
+
+@dataclass(frozen=True)
+class DesignedFor:
+    """A workload that was found from public values before the first step.
+
+    Attributes:
+        workload: what the noise is designed for.
+        origin: how it was found and from what, as JSON values. Public.
+    """
+
+    workload: Workload
+    origin: dict[str, Any]
+
+    def origin_text(self) -> str:
+        """The origin as JSON text, so that equal ones are equal."""
+        return json.dumps(self.origin, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -122,10 +155,17 @@ class PlannedCorrelation:
     Attributes:
         design: of the strategy.
         keep: how earlier noise is had at hand.
+        origin: how the workload was found, as JSON text; "" if it was not.
     """
 
     design: Design
     keep: str
+    origin: str = ""
+
+    @property
+    def spectrum(self) -> dict[str, Any] | None:
+        """Facts of the spectrum that the noise is designed for, if it is for one."""
+        return json.loads(self.origin) if self.origin else None
 
     @property
     def bands(self) -> int:
@@ -171,7 +211,8 @@ class PlannedCorrelation:
     def facts(self) -> dict[str, Any]:
         """As JSON values; all of them are public."""
         own = {k: v for k, v in self.design.to_json().items() if k != "steps"}
-        return {**own, "noise_memory": self.keep}
+        found = {} if self.spectrum is None else {"spectrum": self.spectrum}
+        return {**own, "noise_memory": self.keep, **found}
 
 
 def group_rate(sampling: SamplingPlan, bands: int) -> float:

@@ -37,6 +37,7 @@ from curvedp.noise import (
 )
 from curvedp.plan.correlation import (
     Correlation,
+    DesignedFor,
     PlannedCorrelation,
     best_bands,
     largest_bands,
@@ -97,6 +98,7 @@ class Plan:
         secure: bool = False,
         correlation: Correlation | None = None,
         refresh: int = 0,
+        designed_for: DesignedFor | None = None,
     ) -> Plan:
         """Check the settings against each other and calibrate the noise.
 
@@ -114,6 +116,8 @@ class Plan:
             secure: cryptographic, float-safe noise.
             correlation: of the noise of different steps.
             refresh: steps between two whiteners, which end a block of such noise.
+            designed_for: a workload that was found for this model, in place of that of
+                the correlation's settings.
         """
         chosen = _choose_relation(sampling, relation)
         _check_delta(delta, sampling, allow_large_delta)
@@ -129,9 +133,10 @@ class Plan:
             bands = correlation.bands
             if isinstance(bands, str):
                 bands = _best_bands(
-                    correlation, sampling, delta, epsilon, chosen, accountant, refresh
-                )
-            planned = correlation.planned(sampling.steps, bands, refresh)
+                    correlation, sampling, delta, epsilon, chosen, accountant, refresh,
+                    designed_for,
+                )  # fmt: skip
+            planned = correlation.planned(sampling.steps, bands, refresh, designed_for)
         if noise_multiplier is None:
             assert epsilon is not None
             noise_multiplier = calibrate_sigma(
@@ -330,6 +335,7 @@ def _best_bands(
     relation: Relation,
     accountant: str,
     refresh: int,
+    designed_for: DesignedFor | None,
 ) -> int:
     if largest_bands(sampling) == 1:
         return 1
@@ -348,7 +354,8 @@ def _best_bands(
             accountant=by,
         )  # fmt: skip
 
-    return best_bands(correlation, sampling, sigma, refresh)
+    workload = None if designed_for is None else designed_for.workload
+    return best_bands(correlation, sampling, sigma, refresh, workload)
 
 
 def _choose_relation(

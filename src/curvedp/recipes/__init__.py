@@ -13,16 +13,19 @@ from curvedp.recipes import (
     dp_kfc,
     dp_kfc_adambc,
     dp_kfc_disk,
+    dp_kfc_noisecurve,
     dp_ngd,
     dp_sgd,
     dp_sgd_pt,
     dp_soap,
     dp_stp,
     gep,
+    noisecurve,
     non_private,
 )
 from curvedp.recipes.base import Recipe
 from curvedp.recipes.curvature import BACK_MAPS, Curvature
+from curvedp.recipes.eigenvalues import Eigenvalues
 from curvedp.recipes.pretraining import Pretraining
 from curvedp.recipes.search import Choice, Range, SearchSpace
 
@@ -32,6 +35,7 @@ __all__ = [
     "Choice",
     "Correlation",
     "Curvature",
+    "Eigenvalues",
     "Pretraining",
     "Range",
     "Recipe",
@@ -54,6 +58,8 @@ _PAGES = (
     gep,
     dp_bandmf,
     dp_bandmf_adam,
+    noisecurve,
+    dp_kfc_noisecurve,
     dp_soap,
     dp_sgd_pt,
     non_private,

@@ -18,6 +18,7 @@ from curvedp.clipping import ClippingRule, clipping_rule
 from curvedp.errors import ConfigurationError
 from curvedp.plan import Correlation
 from curvedp.recipes.curvature import Curvature
+from curvedp.recipes.eigenvalues import Eigenvalues
 from curvedp.recipes.pretraining import Pretraining
 from curvedp.recipes.search import Range, SearchSpace
 from curvedp.recipes.types import check_least, check_types
@@ -41,6 +42,7 @@ _FIXED = {
     "optimiser",
     "curvature",
     "correlation",
+    "eigenvalues",
     "pretraining",
     "modes",
     "search",
@@ -70,6 +72,8 @@ class Recipe:
         curvature: how gradients are whitened before clipping; None leaves them alone.
         correlation: how the noise of different steps is correlated; None draws it
             independently.
+        eigenvalues: how the spectrum is found that correlated noise is designed for;
+            None designs it for the noise in the parameters.
         pretraining: how parameters are trained on public data before the first private
             step; None starts from those that the model has.
         modes: further sets of defaults by name, for ``configure(mode=...)``.
@@ -88,6 +92,7 @@ class Recipe:
     chain: Chain = field(default_factory=Chain)
     curvature: Curvature | None = None
     correlation: Correlation | None = None
+    eigenvalues: Eigenvalues | None = None
     pretraining: Pretraining | None = None
     modes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     search: SearchSpace = field(default_factory=dict)
@@ -107,6 +112,7 @@ class Recipe:
                 "rename the field of the transform",
             )
         self._check_correlation()
+        self._check_eigenvalues()
 
     def configure(self, mode: str | None = None, **settings: Any) -> Recipe:
         """The same method with other settings; None leaves a setting as it is."""
@@ -146,6 +152,26 @@ class Recipe:
                 "noise",
             )
 
+    def _check_eigenvalues(self) -> None:
+        """Refuse noise for the curvature of steps that are not plain descent."""
+        if self.eigenvalues is None:
+            return
+        if self.correlation is None or self.correlation.noise_momentum:
+            raise ConfigurationError(
+                "noise is designed for curvature only where it is correlated, and for "
+                "plain steps",
+                "leave noise_momentum at 0; without eigenvalues there is dp-bandmf",
+            )
+        own = self.curvature
+        plain = own is None or (own.back_map, own.clip_order) == ("natural", "in")
+        if own is not None and not plain:
+            raise ConfigurationError(
+                f"with back_map = {own.back_map!r} and clip_order = "
+                f"{own.clip_order!r}, whitened steps are descent in no coordinates "
+                "whose curvature the noise could be designed for",
+                "set back_map = 'natural' and clip_order = 'in'",
+            )
+
     def then(self, *transforms: Transform) -> Recipe:
         """The same method with further transforms after its own."""
         return replace(self, chain=Chain((*self.chain.transforms, *transforms)))
@@ -165,7 +191,9 @@ class Recipe:
         after = {k: v for k, v in given.items() if k in self.chain.setting_types()}
         before = {k: v for k, v in given.items() if k in self._pretraining_names()}
         noise = {k: v for k, v in given.items() if k in self._correlation_names()}
-        elsewhere = inner.keys() | after.keys() | before.keys() | noise.keys()
+        found = {k: v for k, v in given.items() if k in self._eigenvalue_names()}
+        parts = (inner, after, before, noise, found)
+        elsewhere = {name for part in parts for name in part}
         outer = {k: v for k, v in given.items() if k not in elsewhere}
         if self.curvature is not None and inner:
             outer["curvature"] = replace(self.curvature, **inner)
@@ -173,6 +201,8 @@ class Recipe:
             outer["pretraining"] = replace(self.pretraining, **before)
         if self.correlation is not None and noise:
             outer["correlation"] = replace(self.correlation, **noise)
+        if self.eigenvalues is not None and found:
+            outer["eigenvalues"] = replace(self.eigenvalues, **found)
         if after:
             outer["chain"] = self.chain.configured(after)
         return replace(self, **outer)
@@ -182,7 +212,7 @@ class Recipe:
         own = [f.name for f in fields(Recipe) if f.name not in _FIXED]
         inner = [] if self.curvature is None else self.curvature.setting_names()
         before = self._pretraining_names()
-        noise = self._correlation_names()
+        noise = [*self._correlation_names(), *self._eigenvalue_names()]
         return [*own, *inner, *noise, *before, *self.chain.setting_types()]
 
     def _pretraining_names(self) -> list[str]:
@@ -190,6 +220,9 @@ class Recipe:
 
     def _correlation_names(self) -> list[str]:
         return [] if self.correlation is None else self.correlation.setting_names()
+
+    def _eigenvalue_names(self) -> list[str]:
+        return [] if self.eigenvalues is None else self.eigenvalues.setting_names()
 
     @property
     def probes(self) -> bool:
@@ -199,7 +232,12 @@ class Recipe:
     @property
     def takes_public_data(self) -> bool:
         """Whether public data has a use: as probes, or to pretrain on."""
-        return self.probes or self.pretraining is not None
+        return self.probes or self.pretrains or self.eigenvalues is not None
+
+    @property
+    def pretrains(self) -> bool:
+        """Whether public data is trained on before the first private step."""
+        return self.pretraining is not None and self.pretraining.pretrain_epochs > 0
 
     def search_space(self, mode: str | None = None) -> SearchSpace:
         """What is searched, in the default mode or another.
@@ -253,6 +291,17 @@ class Recipe:
         named = {"name": self.name, "optimiser": self.optimiser}
         before = {} if self.pretraining is None else self.pretraining.facts()
         noise = {} if self.correlation is None else self.correlation.facts()
+        found = {} if self.eigenvalues is None else self.eigenvalues.facts()
         return {
-            **named, **settings, **inner, **noise, **before, **self.chain.facts()
+            **named, **settings, **inner, **noise, **found, **before,
+            **self.chain.facts(),
         }  # fmt: skip
+
+    def facts_of_parts(self) -> dict[str, Any]:
+        """Settings of what it does beside clipping and noise, each part by its name."""
+        parts = {
+            "curvature": self.curvature,
+            "pretraining": self.pretraining if self.pretrains else None,
+            "eigenvalues": self.eigenvalues,
+        }
+        return {name: part.facts() for name, part in parts.items() if part is not None}

@@ -22,6 +22,7 @@ from typing import Any
 
 from curvedp.plan import Correlation
 from curvedp.recipes.base import Recipe
+from curvedp.recipes.pretraining import Pretraining
 from curvedp.recipes.search import CLIPPING, Choice, Range
 
 __all__ = ["MODES", "RECIPE"]
@@ -35,6 +36,7 @@ RECIPE = Recipe(
     learning_rate=1.0,  # the length of dp-sgd's steps, whose momentum is 0.9
     momentum=0.0,
     correlation=Correlation(),
+    pretraining=Pretraining(pretrain_epochs=0),
     modes=MODES,
     search={
         "learning_rate": Range(0.05, 4.0, log=True),

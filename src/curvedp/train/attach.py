@@ -23,25 +23,24 @@ from curvedp.plan import Plan
 from curvedp.probes import LabelRule, Probe
 from curvedp.recipes import Curvature, Recipe, get_recipe
 from curvedp.sampling import People
-from curvedp.train.checkpoint import checkpoint_folders
-from curvedp.train.compiled import CompiledPass
 from curvedp.train.datasets import Augment, TrainingData, chosen_views
 from curvedp.train.engine import Engine
 from curvedp.train.fitting import AUTO, fitting_rows
-from curvedp.train.graph import GraphedPass
 from curvedp.train.guard import check_optimizer, refuse_processes
 from curvedp.train.journal import Journal
 from curvedp.train.ledgers import open_ledger
 from curvedp.train.losses import per_example_loss
 from curvedp.train.measured import MeasuredSource, measured_layers
 from curvedp.train.passes import ForwardPrecision, chosen_norms
-from curvedp.train.pretrain import pretrain, public_examples
+from curvedp.train.pretrain import PublicStart
 from curvedp.train.private import Private
-from curvedp.train.probing import choose_labels, choose_probe
+from curvedp.train.probing import choose_labels, choose_probe, spectral_probe
 from curvedp.train.released import ReleasedSource
 from curvedp.train.secret import RunSecret
 from curvedp.train.settings import PrivacySettings
+from curvedp.train.spectra import find_design, stored_design
 from curvedp.train.whitened import CurvatureSource, FixedWhitener, WhitenerSource
+from curvedp.train.whole_pass import compilable, recordable, whole_pass
 from curvedp.whitening import KroneckerWhitening, SubspaceWhitening
 
 __all__ = ["make_private"]
@@ -139,7 +138,8 @@ def make_private(
             ``clip_norm``, ``clipping``, ``mode``, the settings of its transforms and,
             where it whitens or pretrains, those of :class:`curvedp.recipes.Curvature`
             and :class:`curvedp.recipes.Pretraining` are taken too, and those of
-            :class:`curvedp.recipes.Correlation` where noise is correlated.
+            :class:`curvedp.recipes.Correlation` where noise is correlated, with those
+            of :class:`curvedp.recipes.Eigenvalues` where it is for a spectrum.
 
     Guarantees:
         After any number of the loop's steps, the parameters are (epsilon, delta)-DP
@@ -147,17 +147,17 @@ def make_private(
     """
     refuse_processes()
     chosen = _chosen_recipe(recipe, settings)
-    public = None if chosen.pretraining is None else public_examples(probes)
+    start = PublicStart.of(chosen, probes, run_dir)
     plan_settings = PrivacySettings.of(settings)
     group = _people(people, examples_per_person)
     source = TrainingData.of(dataset, collate_fn, loader_options, group)
-    plan = plan_settings.plan(chosen, source.size, examples_per_person)
+    plan = plan_settings.first_plan(chosen, source.size, examples_per_person)
     streams = plan.streams(seed, unsafe_reproducible_noise=unsafe_reproducible_noise)
     shown = chosen_views(augment, views, streams, group)
     checked_loss = None if loss is None else per_example_loss(loss)
     device = next(model.parameters()).device
-    recorded = _recordable(checked_loss, device, plan) if cuda_graph else None
-    programmed = _compilable(checked_loss) if compile else None
+    recorded = recordable(checked_loss, device, plan) if cuda_graph else None
+    programmed = compilable(checked_loss) if compile else None
     forward, norms = ForwardPrecision(precision, model), chosen_norms(norm_precision)
     if cuda_graph:
         streams.draw_in_graphs()
@@ -184,11 +184,21 @@ def make_private(
         )
     # The folder is touched last: nothing is left behind by what was refused above.
     folder = None if run_dir is None else Path(run_dir)
-    # what a checkpoint holds would take the place of these parameters
-    begun = folder is not None and bool(checkpoint_folders(folder / "checkpoints"))
-    if chosen.pretraining is not None and public is not None and not begun:
-        own_loss = _required(checked_loss, chosen)
-        pretrain(model, own_loss, public, chosen.pretraining, streams)
+    if start is not None:
+        start.take(model, _required(checked_loss, chosen), streams)
+    if chosen.eigenvalues is not None:
+        designed = stored_design(folder) or find_design(
+            model,
+            coverage,
+            _required(checked_loss, chosen),
+            chosen.eigenvalues,
+            spectral_probe(chosen.eigenvalues, probes, template, model, labels, loss),
+            whiteners,
+            plan.clipping,
+            float(optimizer.param_groups[0]["lr"]),
+            streams,
+        )
+        plan = plan_settings.plan(chosen, source.size, examples_per_person, designed)
     ledger = open_ledger(
         folder,
         plan,
@@ -198,6 +208,8 @@ def make_private(
         oracle=not whiteners.provenance.is_public,
     )
     try:
+        if start is not None:
+            start.keep(model)
         independent = plan.correlation is None
         secret = None if independent else RunSecret(folder, streams, ledger)
         if physical_batch_size == AUTO:
@@ -243,7 +255,7 @@ def make_private(
             loss_reduction=loss_reduction,
             run_dir=folder,
             synthetic=synthetic,
-            passed=_whole_pass(engine, programmed, recorded, synthetic),
+            passed=whole_pass(engine, programmed, recorded, synthetic),
         )
     except BaseException:
         ledger.close()  # or the folder stays locked as long as this process lives
@@ -285,52 +297,6 @@ def _learning(
 def _step_length(optimizer: torch.optim.Optimizer, plan: Plan) -> float:
     """``eta C``."""
     return float(optimizer.param_groups[0]["lr"]) * plan.clipping.bound
-
-
-def _recordable(
-    loss: PerExampleLoss | None, device: torch.device, plan: Plan
-) -> PerExampleLoss:
-    """The loss, if a CUDA graph of the step can be what the step is."""
-    if device.type != "cuda":
-        raise ConfigurationError(
-            f"cuda_graph needs a model on a CUDA device, and this one is on {device}",
-            "move it there first, or leave cuda_graph out",
-        )
-    if loss is None:
-        raise ConfigurationError(
-            "cuda_graph records the loss too, and make_private was given none",
-            "pass loss=..., and use private.train_on in the loop",
-        )
-    if plan.clipping.first_threshold() is not None:
-        raise ConfigurationError(
-            "a CUDA graph keeps the clip rule that it was recorded with, and adaptive "
-            "clipping has another threshold at every step",
-            "choose another clip rule (normalised has no threshold), or leave "
-            "cuda_graph out",
-        )
-    return loss
-
-
-def _whole_pass(
-    engine: Engine,
-    programmed: PerExampleLoss | None,
-    recorded: PerExampleLoss | None,
-    synthetic: Synthesiser,
-) -> CompiledPass | GraphedPass | None:
-    """The pass of ``train_on``, if it is not that of a loop; a graph may hold both."""
-    passed: CompiledPass | GraphedPass | None = None
-    if programmed is not None:
-        passed = engine.compiled(programmed, synthetic)
-    return passed if recorded is None else engine.graphed(recorded)
-
-
-def _compilable(loss: PerExampleLoss | None) -> PerExampleLoss:
-    if loss is None:
-        raise ConfigurationError(
-            "compile=True compiles the loss too, and make_private was given none",
-            "pass loss=..., and use private.train_on in the loop",
-        )
-    return loss
 
 
 def _required(loss: PerExampleLoss | None, recipe: Recipe) -> PerExampleLoss:

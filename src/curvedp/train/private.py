@@ -211,7 +211,7 @@ class Private:
             oracle=self._oracle,
             public_probe=self._engine.whiteners.provenance is Provenance.PUBLIC,
             views=self._engine.views,
-            pretrained=self._recipe.pretraining is not None,
+            pretrained=self._recipe.pretrains,
         )
 
     @property
@@ -362,20 +362,11 @@ class Private:
         return {
             **self.plan.facts(),
             "recipe": self._recipe.name,
-            **self._curvature_facts(),
-            **self._pretraining_facts(),
+            **self._recipe.facts_of_parts(),
             "transforms": self._recipe.chain.facts(),
             "views": None if views is None else f"{views.count} {views.name}",
             "optimiser": type(self._engine.optimizer).__name__,
         }
-
-    def _curvature_facts(self) -> dict[str, Any]:
-        curvature = self._recipe.curvature
-        return {} if curvature is None else {"curvature": curvature.facts()}
-
-    def _pretraining_facts(self) -> dict[str, Any]:
-        pretraining = self._recipe.pretraining
-        return {} if pretraining is None else {"pretraining": pretraining.facts()}
 
     def _check_facts(self, stored: dict[str, Any], what: str) -> None:
         for name, value in self._facts().items():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvedp.barrier import Provenance
+from curvedp.curvature import Estimate
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch
 from curvedp.probes import (
@@ -25,9 +26,9 @@ from curvedp.probes import (
     UniformLabels,
     labels_for,
 )
-from curvedp.recipes import Curvature
+from curvedp.recipes import Curvature, Eigenvalues
 
-__all__ = ["choose_labels", "choose_probe"]
+__all__ = ["choose_labels", "choose_probe", "spectral_probe"]
 
 
 @dataclass(frozen=True)
@@ -117,3 +118,17 @@ def choose_labels(
     if curvature.labels == "uniform":
         return UniformLabels()
     return OwnLabels() if curvature.labels == "own" else labels_for(loss)
+
+
+def spectral_probe(
+    eigenvalues: Eigenvalues,
+    given: Probe | None,
+    template: Batch | None,
+    model: nn.Module,
+    labels: LabelRule | None,
+    loss: Any,
+) -> Estimate:
+    """What a spectrum is looked for with, at the recipe's wish. Never private data."""
+    as_asked = Curvature(probe=eigenvalues.spectrum_probe)
+    probe = choose_probe(as_asked, given, template, model, None)
+    return eigenvalues.estimate(probe, choose_labels(as_asked, labels, loss))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from curvedp.barrier import Relation
 from curvedp.errors import ConfigurationError
-from curvedp.plan import Plan, SamplingPlan
+from curvedp.plan import DesignedFor, Plan, SamplingPlan
 from curvedp.recipes import Recipe
 
 __all__ = ["PrivacySettings", "default_physical_batch_size", "even_parts"]
@@ -78,10 +78,32 @@ class PrivacySettings:
             epochs=self.epochs,
         )
 
-    def plan(
+    def first_plan(
         self, recipe: Recipe, size: int, examples_per_person: int | None = None
     ) -> Plan:
-        """The whole plan of a private recipe; ``size`` counts units."""
+        """The plan; or what is fixed of it before noise is designed for a spectrum.
+
+        Sampling and clipping are then those of the plan, and the noise is made up: the
+        spectrum is found with it, and no step is made.
+        """
+        if recipe.eigenvalues is None:
+            return self.plan(recipe, size, examples_per_person)
+        made_up = replace(self, epsilon=None, noise_multiplier=1.0)
+        alone = replace(recipe, correlation=None, eigenvalues=None, search={})
+        return made_up.plan(alone, size, examples_per_person)
+
+    def plan(
+        self,
+        recipe: Recipe,
+        size: int,
+        examples_per_person: int | None = None,
+        designed_for: DesignedFor | None = None,
+    ) -> Plan:
+        """The whole plan of a private recipe; ``size`` counts units.
+
+        A recipe whose noise is for a spectrum that was not looked for yet gets a plan
+        with noise for prefix sums: the guarantee is the same, the bands may not be.
+        """
         return Plan.make(
             self.sampling(size),
             recipe.clipping_rule(),
@@ -95,6 +117,7 @@ class PrivacySettings:
             secure=self.secure,
             correlation=recipe.correlation,
             refresh=0 if recipe.curvature is None else recipe.curvature.refresh,
+            designed_for=designed_for,
         )
 
 

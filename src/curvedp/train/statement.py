@@ -114,7 +114,10 @@ def make_statement(
             "the loss of the training loop, which was not given to make_private: it is "
             "trusted not to mix examples",
         )
-    if public_probe:
+    spectrum = None if plan.correlation is None else plan.correlation.spectrum
+    if spectrum is not None:
+        lines.append(("noise design", _spectrum(spectrum)))
+    if public_probe or (spectrum and spectrum["provenance"] == "public"):
         caveats.insert(
             0, "whoever is in the data that was declared public, to probe curvature"
         )
@@ -184,6 +187,16 @@ def _mechanism(plan: Plan) -> str:
     return (
         f"{noise}, correlated over steps by a {correlation.design.kind} strategy of "
         f"{correlation.bands} bands with columns of norm 1"
+    )
+
+
+def _spectrum(found: dict[str, Any]) -> str:
+    tail = found["tail"]
+    beyond = "" if tail is None else f" of {tail['count']}, the others fitted"
+    return (
+        f"for {found['eigenvalues']} eigenvalues{beyond} (largest "
+        f"{found['largest']:.3g}) of the loss's curvature, from {found['examples']} "
+        f"{found['provenance']} examples before the first step"
     )
 
 

@@ -235,7 +235,7 @@ class Trainer:
             )
         trained = [p for p in self.model.parameters() if p.requires_grad]
         # nothing is written or paid, and the model stays as it is
-        alone = replace(self.recipe, pretraining=None)
+        alone = replace(self.recipe, pretraining=None, eigenvalues=None, search={})
         optimiser = alone.make_optimiser(trained)
         with self._attach(optimiser, dataset, alone, None) as private:
             return private.explain()

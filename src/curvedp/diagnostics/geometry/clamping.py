@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvedp.diagnostics.geometry.study import evaluated
+from curvedp.curvature.products import evaluated
 from curvedp.errors import ConfigurationError, CurvedpError
 from curvedp.layers import as_call
 from curvedp.probes import OracleProbe

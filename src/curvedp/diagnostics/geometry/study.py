@@ -8,7 +8,6 @@ private data itself (the *oracle*) has no guarantee: every result says so by its
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +30,7 @@ from curvedp.train.datasets import TrainingData
 from curvedp.train.losses import per_example_loss
 from curvedp.train.probing import choose_labels, choose_probe
 
-__all__ = ["SOURCES", "Source", "Study", "evaluated", "sources_of"]
+__all__ = ["SOURCES", "Source", "Study", "sources_of"]
 
 #: Where inputs may come from, in the order in which plots show them.
 SOURCES = ("oracle", "public", "synthetic", "white")
@@ -174,15 +173,3 @@ def _chosen(found: dict[str, Source], names: tuple[str, ...]) -> dict[str, Sourc
             }.get(name, "leave it out")
             raise ConfigurationError(f"there is no source {name!r} here", why)
     return {name: found[name] for name in found if name in names}
-
-
-@contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; after that each module is in its own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from curvedp.curvature.tail import Floats, Tail
 from curvedp.errors import ConfigurationError
 
 __all__ = [
@@ -36,8 +36,6 @@ __all__ = [
     "Workload",
     "workload_from_json",
 ]
-
-Floats = npt.NDArray[np.float64]
 
 #: Eigenvalues of W below this share of the largest are rounding errors.
 _RANK_TOLERANCE = 1e-14
@@ -151,43 +149,6 @@ class Schedule(Workload):
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "schedule", "rates": list(self.rates), "beta": self.beta}
-
-
-@dataclass(frozen=True)
-class Tail:
-    r"""Eigenvalues beyond those that were computed, as a fitted curve gives them.
-
-    ``log mu_i = slope (log count - log i)^power + log least`` for i up to ``count``.
-
-    Attributes:
-        count: ``p+``, how many eigenvalues are positive.
-        least: the last of them.
-        slope: fitted.
-        power: fitted.
-    """
-
-    count: int
-    least: float
-    slope: float
-    power: float
-
-    def grouped(self, after: int, groups: int = 200) -> tuple[Floats, Floats]:
-        """Eigenvalues of number ``after + 1`` to ``count``, in groups of nearly equal.
-
-        Returns:
-            The mean value of each group, and how many are in it.
-        """
-        if after >= self.count:
-            return np.zeros(0), np.zeros(0)
-        number = np.arange(after + 1, self.count + 1, dtype=np.float64)
-        distance = np.log(self.count) - np.log(number)
-        values = self.least * np.exp(self.slope * distance**self.power)
-        edges = np.unique(
-            np.geomspace(after + 1, self.count + 1, groups + 1).astype(np.int64)
-        )
-        sums = np.add.reduceat(values, edges[:-1] - after - 1)
-        counts = np.diff(edges).astype(np.float64)
-        return sums / counts, counts
 
 
 @dataclass(frozen=True)
