@@ -17,10 +17,12 @@ from curvedp.accounting.events import (
     GaussianEvent,
     PoissonGaussianEvent,
     RepeatAndSelectEvent,
+    SeenGaussianEvent,
     event_from_json,
     repeated,
     tally,
 )
+from curvedp.accounting.gaussian import GaussianAccountant
 from curvedp.accounting.ledger import Ledger, read_ledger
 from curvedp.accounting.memory import MemoryLedger
 from curvedp.accounting.records import LedgerHeader, LedgerRecord, Note, Payment
@@ -30,6 +32,7 @@ __all__ = [
     "Accountant",
     "ComposedEvent",
     "Event",
+    "GaussianAccountant",
     "GaussianEvent",
     "Ledger",
     "LedgerHeader",
@@ -42,6 +45,7 @@ __all__ = [
     "RDPAccountant",
     "RepeatAndSelectEvent",
     "Repeats",
+    "SeenGaussianEvent",
     "calibrate_selected_sigma",
     "calibrate_sigma",
     "calibrate_steps",
