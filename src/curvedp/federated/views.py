@@ -6,13 +6,13 @@ the mean. A record of client j moves ``u_j`` by ``kappa C / n_j`` and the mean b
 ``kappa C w_j``, ``w_j = 1 / (n n_j)``; kappa is 2 if a record is replaced and 1 if it
 is added, removed or zeroed. What that is worth depends on the noise around it:
 
-====================  ===================================  ==============================
-view                  noise that hides a record            distance mu of one round
-====================  ===================================  ==============================
-each-client           the client's own share               ``kappa sqrt(n) / s``
-secure-aggregate,     all shares in the mean but those     ``kappa sqrt(n) / s * w_max``
-trusted-aggregate     of colluders and drop-outs           ``/ sqrt(sum_H w_i^2)``
-====================  ===================================  ==============================
+===================  ===================================  ============================
+view                 noise that hides a record            distance mu of one round
+===================  ===================================  ============================
+each-client          the client's own share               ``kappa sqrt(n) / s``
+secure-aggregate,    all shares in the mean but those     ``kappa sqrt(n) / s w_max``
+trusted-aggregate    of colluders and drop-outs           ``/ sqrt(sum_H w_i^2)``
+===================  ===================================  ============================
 
 H are the clients whose shares the observer neither knows nor misses: in the worst case
 the owner of the record, whose weight is the largest, and those with the smallest
@@ -179,7 +179,7 @@ class Federation:
 
     @property
     def clients(self) -> int:
-        """n."""
+        """Their number n."""
         return len(self.sizes)
 
     @property

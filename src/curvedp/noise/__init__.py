@@ -1,5 +1,6 @@
 """The barrier itself: mechanisms that turn a bounded private sum into a release."""
 
+from curvedp.noise.aggregate import mean_release, scaled_release
 from curvedp.noise.gaussian import GaussianMechanism
 from curvedp.noise.grid import Grid
 from curvedp.noise.mechanism import Mechanism, NoiseState, restore_release
@@ -14,5 +15,7 @@ __all__ = [
     "RandomStreams",
     "SecureStreams",
     "Stream",
+    "mean_release",
     "restore_release",
+    "scaled_release",
 ]
