@@ -4,13 +4,6 @@ import pytest
 import torch
 
 from curvedp.errors import RoundError
-
-from curvedp.federated.rounds import asking, run_rounds
-
-from .worlds import World
-
-pytest.importorskip("flwr")
-
 from curvedp.federated.flower import (
     FlowerAsk,
     client_number,
@@ -22,6 +15,11 @@ from curvedp.federated.flower import (
     update_from_records,
     update_to_records,
 )
+from curvedp.federated.rounds import asking, run_rounds
+
+from .worlds import World
+
+flower = pytest.importorskip("flwr.app")
 
 
 def apps(world, spoil=None, **options):
@@ -106,11 +104,15 @@ def test_a_node_that_lies_about_its_number_is_not_counted():
 
 def test_a_message_of_another_application_is_refused():
     with pytest.raises(RoundError, match="not one of this application"):
-        update_from_records(RecordDict())
+        update_from_records(flower.RecordDict())
     with pytest.raises(RoundError, match="does not say"):
-        update_from_records(RecordDict({"facts": ConfigRecord({"client": 1})}))
+        update_from_records(
+            flower.RecordDict({"facts": flower.ConfigRecord({"client": 1})})
+        )
     with pytest.raises(RoundError, match="a number"):
-        update_from_records(RecordDict({"facts": ConfigRecord({"client": "one"})}))
+        update_from_records(
+            flower.RecordDict({"facts": flower.ConfigRecord({"client": "one"})})
+        )
 
 
 def test_clients_that_are_not_there_are_waited_for_and_then_not():

@@ -280,9 +280,7 @@ def client(
 ) -> None:
     """Run one client: a Flower SuperNode, until it is stopped."""
     _require_keys(keys, insecure)
-    code = run_client(number, run_dir, superlink=superlink, keys=keys, data=data)
-    if code:
-        raise typer.Exit(code)
+    run_client(number, run_dir, superlink=superlink, keys=keys, data=data)
 
 
 def _require_keys(keys: Path | None, insecure: bool) -> None:

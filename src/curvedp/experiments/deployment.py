@@ -32,6 +32,7 @@ __all__ = ["make_keys", "run_client", "run_server"]
 
 _DAYS = 365
 _STATUS_SECONDS = 10.0
+_AGAIN_SECONDS, _LONG_SECONDS = 5.0, 60.0
 _APP = """\
 from curvedp.experiments.flower_app import client_app, server_app
 
@@ -257,8 +258,12 @@ def run_client(
     keys: Path | None,
     data: str = "",
     port: int = 0,
-) -> int:
-    """Run a SuperNode until it is stopped; its exit code.
+    patience: float = 3600.0,
+) -> None:
+    """Run a SuperNode until it is stopped.
+
+    One that gives up is started again: the server may not be there yet, or may not know
+    this client's key yet.
 
     Args:
         number: which client this is.
@@ -267,6 +272,10 @@ def run_client(
         keys: folder with ``ca.crt`` and ``client-<number>.key``; None without TLS.
         data: its records; empty takes its part of the config's data (demonstrations).
         port: of the node's own processes on this machine; 0 takes a free one.
+        patience: seconds in which it is started again and again before it is given up.
+
+    Raises:
+        CurvedpError: the node did not run for that long.
     """
     folder = run_dir.absolute()
     home = folder / "flower"
@@ -283,10 +292,21 @@ def run_client(
         ]  # fmt: skip
     command = [
         _tool("flower-supernode"), *secured, "--superlink", superlink,
-        "--node-config", node, "--port", str(port or _free_port()),
+        "--node-config", node,
     ]  # fmt: skip
-    with _process(command, _environment(home), None) as supernode:
-        return supernode.wait()
+    failing_since = time.monotonic()
+    while time.monotonic() - failing_since < patience:
+        started = time.monotonic()
+        own_port = ["--port", str(port or _free_port())]
+        with _process([*command, *own_port], _environment(home), None) as supernode:
+            code = supernode.wait()
+        if time.monotonic() - started > _LONG_SECONDS:  # it ran; the server went away
+            failing_since = time.monotonic()
+        time.sleep(_AGAIN_SECONDS)
+    raise CurvedpError(
+        f"the SuperNode ends again and again, the last time with code {code}",
+        f"is the server at {superlink}, and does it have client-{number}.pub?",
+    )
 
 
 # -- processes -------------------------------------------------------------------------

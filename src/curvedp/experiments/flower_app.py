@@ -11,14 +11,16 @@ time; the model and its coverage are kept as long as a process lives.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from curvedp.errors import ConfigurationError
+from curvedp.errors import ConfigurationError, LedgerError
 from curvedp.experiments.federations import FederationConfig, serve
-from curvedp.federated import Client, Shared
+from curvedp.federated import Client, Server, Shared
 from curvedp.federated.flower import (
     FlowerAsk,
     client_number,
@@ -26,6 +28,8 @@ from curvedp.federated.flower import (
     make_server_app,
 )
 from curvedp.storage import write_atomically, write_json
+
+_LOCK_SECONDS = 120.0
 
 __all__ = ["client_app", "client_of", "server_app", "server_main"]
 
@@ -61,7 +65,7 @@ def server_main(ask: FlowerAsk, context: Any) -> None:
     folder = Path(str(settings["run-dir"]))
     config = FederationConfig.from_mapping(json.loads(str(settings["federation"])))
     source = config.source()
-    server = config.server(config.shared(source), folder)
+    server = _unlocked(lambda: config.server(config.shared(source), folder))
     progress = folder / "rounds.jsonl"
 
     def report(row: dict[str, float]) -> None:
@@ -70,11 +74,25 @@ def server_main(ask: FlowerAsk, context: Any) -> None:
 
     try:
         result = serve(server, ask, source.test, tries=20, on_round=report)
+        lines = progress.read_text().splitlines()  # of earlier starts too
+        result = replace(result, rows=[json.loads(line) for line in lines])
         write_atomically(
             folder / "result.json", lambda path: write_json(path, result.to_json())
         )
     finally:
         server.close()
+
+
+def _unlocked(make: Callable[[], Server]) -> Server:
+    """The server, as soon as a process of a killed one has let go of the folder."""
+    end = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return make()
+        except LedgerError as error:
+            if "in use" not in error.problem or time.monotonic() > end:
+                raise
+            time.sleep(1.0)
 
 
 def client_app() -> Any:
