@@ -177,6 +177,30 @@ def test_whitened_updates_are_clipped_in_the_whitened_frame(sizes):
         assert length <= 0.01 * (1 + 1e-3)
 
 
+def test_fednew_maps_the_noisy_mean_and_clients_need_no_map():
+    settings = {"noise": 1e-6, "learning_rate": 0.3, "rounds": 3, "hidden": 8}
+    world = World((40, 60), recipe="dp-fednew", probe_size=64, **settings)
+    plain = World((40, 60), recipe="dp-fedgd", **settings)
+    task = world.server.open_round()
+    assert not task.whitened_at
+    updates = asking(world.clients)(task, [0, 1])
+    for own, other in zip(
+        updates, asking(plain.clients)(plain.server.open_round(), [0, 1]), strict=True
+    ):
+        for name, value in own.release.values.items():
+            torch.testing.assert_close(value, other.release.values[name], **NEARLY)
+    before = world.parameters()
+    mean = {n: (v + updates[1].release.values[n]) / 2
+            for n, v in updates[0].release.values.items()}  # fmt: skip
+    whitener = world.server.shared.whiteners.at(0)
+    world.server.close_round(updates)
+    for name, mapped in whitener.apply(mean).items():
+        moved = before[name] - world.parameters()[name]
+        torch.testing.assert_close(moved, 0.3 * mapped.float(), **NEARLY)
+        assert not torch.allclose(mapped.float(), mean[name], rtol=0.05)
+    run_rounds(world.server, asking(world.clients))  # and on through the others
+
+
 # -- units, sampling ------------------------------------------------------------------
 
 
@@ -267,7 +291,7 @@ def test_federated_recipes_are_not_for_one_dataset_and_the_other_way_round():
     [
         ({"clipping": "adaptive"}, "adaptive clipping"),
         ({"recipe": "dp-fedkfc", "probe": "oracle"}, "cannot agree"),
-        ({"recipe": "dp-fedkfc", "decay": 0.5}, "missed a round"),
+        ({"recipe": "dp-fedkfc", "decay": 0.5}, "moving average"),
         ({"view": "secure-aggregate"}, "sees sums alone"),
     ],
 )

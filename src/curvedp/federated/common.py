@@ -25,7 +25,7 @@ from curvedp.train.ledgers import open_with
 from curvedp.train.losses import per_example_loss
 from curvedp.train.probing import choose_labels, choose_probe
 from curvedp.train.whitened import CurvatureSource, FixedWhitener, WhitenerSource
-from curvedp.whitening import Whitener
+from curvedp.whitening import IdentityWhitener, Whitener
 
 __all__ = ["Shared", "checked_parameters", "open_federated_ledger", "usable_recipe"]
 
@@ -94,9 +94,13 @@ class Shared:
         self.agreement = agreement(plan, self.recipe, model, probe_seed)
 
     @property
-    def whitens(self) -> bool:
-        """Whether gradients are reshaped before they are clipped."""
-        return self.recipe.curvature is not None
+    def clients_whiten(self) -> bool:
+        """Whether gradients are reshaped before they are clipped.
+
+        Otherwise a map, if there is one, acts on the noisy mean, and is the server's.
+        """
+        curvature = self.recipe.curvature
+        return curvature is not None and curvature.read_out != "forward"
 
     def whitener_due(self, round_number: int) -> int:
         """The round whose parameters the whitener of a round is made of."""
@@ -105,12 +109,16 @@ class Shared:
         return round_number - round_number % self.refresh
 
     def whitener_at(self, round_number: int, made_of: Mapping[str, Tensor]) -> Whitener:
-        """The map of a round; made again where the last one was of other parameters.
+        """The map in which gradients of a round are clipped.
+
+        It is made again where the last one was of other parameters.
 
         Args:
             round_number: the model has the parameters of that round.
             made_of: parameters of the round that the map was due in, if an earlier one.
         """
+        if not self.clients_whiten:
+            return IdentityWhitener()
         if made_of:
             due, known = self.whitener_due(round_number), self.whiteners.state()
             kept = known.get("parameters", {})
@@ -155,10 +163,10 @@ def usable_recipe(recipe: Recipe | str) -> Recipe:
                 f"clients cannot agree on a whitener from probe={curvature.probe!r}",
                 "take synthetic probes, or public data that every client has",
             )
-        if curvature.decay or curvature.read_out == "forward":
+        if curvature.decay:
             raise ConfigurationError(
-                "a client that missed a round could not rebuild the whitener",
-                "leave decay at 0 and clip_order at 'in'",
+                "a client that missed a round could not rebuild a moving average",
+                "leave decay at 0",
             )
     return chosen
 

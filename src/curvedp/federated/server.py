@@ -141,7 +141,7 @@ class Server:
         if self.ledger.next_attempt(self.round) == 0:
             self.ledger.pay(self.round, 0, self.shared.plan.round_event())
         made_of: dict[str, Tensor] = {}
-        if self.shared.whitens:
+        if self.shared.clients_whiten:
             self.shared.whiteners.at(self.round)  # made now, if it is due now
             if self.shared.whitener_due(self.round) != self.round:
                 made_of = dict(self.shared.whiteners.state()["parameters"])
@@ -232,7 +232,7 @@ class Server:
         return plan.share_multiplier * plan.bound / plan.divisors[client]
 
     def _frame(self) -> str:
-        return self.shared.whiteners.at(self.round).frame
+        return self.shared.whitener_at(self.round, {}).frame
 
     @property
     def _hides_participants(self) -> bool:

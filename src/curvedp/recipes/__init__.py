@@ -9,6 +9,7 @@ from curvedp.recipes import (
     dp_adamw,
     dp_fedgd,
     dp_fedkfc,
+    dp_fednew,
     dp_fedopt,
     dp_fedsofim,
     dp_kfc,
@@ -73,6 +74,7 @@ FEDERATED_RECIPES: dict[str, Recipe] = {
         dp_fedopt.YOGI,
         dp_fedopt.ADAMBC,
         dp_fedkfc.RECIPE,
+        dp_fednew.RECIPE,
     )
 }
 
