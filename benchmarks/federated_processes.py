@@ -64,14 +64,14 @@ class Processes:
         self.folder, self.port, self.running = folder, port, {}
 
     def start(self, name, *arguments):
-        log = (self.folder / f"{name}.log").open("ab")
-        self.running[name] = subprocess.Popen(
-            [*CLI, "federated", *arguments],
-            cwd=self.folder,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                [*CLI, "federated", *arguments],
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def server(self):
         self.start(
@@ -159,7 +159,8 @@ def check(folder, config, broken, unbroken):
         i: read_ledger(folder / f"client-{i}" / "ledger.jsonl").count()
         for i in range(CLIENTS)
     }
-    last = [json.loads(x) for x in (folder / "server/rounds.jsonl").open()]
+    lines = (folder / "server" / "rounds.jsonl").read_text().splitlines()
+    last = [json.loads(line) for line in lines]
     return {
         "planned epsilon": plan.epsilon(),
         "ledger epsilon": record.epsilon(),

@@ -262,6 +262,30 @@ def test_a_client_that_dies_and_comes_back_pays_for_its_rounds_alone(world):
     assert world.server.ledger.epsilon() <= world.plan.epsilon() * (1 + 1e-12)
 
 
+def test_a_client_that_is_drawn_pays_for_the_rounds_without_it_too():
+    world = World((30, 50, 20), noise=4.0, rounds=6, client_rate=0.5)
+    task = world.server.open_round()
+    world.clients[0].answer(replace(task, round=1))
+    world.clients[0].answer(replace(task, round=4))
+    assert world.clients[0].ledger.paid_steps() == (0, 1, 2, 3, 4)
+    spent = world.clients[0].ledger.epsilon()
+    assert spent == pytest.approx(world.plan.epsilon(5))
+    with pytest.raises(RoundError):  # it was not asked for round 2 then
+        world.clients[0].answer(replace(task, round=2))
+
+
+def test_the_command_line_says_who_the_epsilon_is_against(world, tmp_path):
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from curvedp.cli.app import app
+
+    run_on(world, 2)
+    done = CliRunner().invoke(app, ["privacy", "spent", str(tmp_path / "server")])
+    assert done.exit_code == 0, done.output
+    assert "every client's update" in " ".join(done.stdout.split())
+
+
 def test_a_server_that_asks_twice_with_other_parameters_is_refused(world):
     task = world.server.open_round()
     world.clients[0].answer(task)

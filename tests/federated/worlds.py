@@ -40,12 +40,16 @@ def template():
 
 
 class World:
-    """A server and its clients in one process."""
+    """A server and its clients in one process.
+
+    Clients share model and whitener unless they are to be ``apart``, as on machines of
+    their own.
+    """
 
     def __init__(
         self, sizes=(30, 50, 20), *, recipe="dp-fedgd", view="each-client", rounds=4,
         noise=1e-4, hidden=0, declared=None, folder=None, relation=Relation.ADD_REMOVE,
-        server=None, client=None, epsilon=None, delta=1e-3, shared_model=True,
+        server=None, client=None, epsilon=None, delta=1e-3, apart=False,
         **facts,
     ):  # fmt: skip
         self.recipe = get_federated_recipe(recipe)
@@ -62,6 +66,7 @@ class World:
         self.hidden, self.folder, self.sizes = hidden, folder, sizes
         self.server_options, self.client_options = server or {}, client or {}
         self.data = [records(n, 100 + i) for i, n in enumerate(sizes)]
+        self.together = None if apart else self.shared()
         self.clients = {i: self.client(i) for i in range(len(sizes))}
         self.server = self.make_server()
 
@@ -77,9 +82,8 @@ class World:
     def client(self, number, **options):
         folder = None if self.folder is None else self.folder / f"client-{number}"
         options = {"unsafe_reproducible_noise": 7, **self.client_options, **options}
-        return Client(
-            number, self.shared(), self.data[number], run_dir=folder, **options
-        )
+        shared = self.together or self.shared()
+        return Client(number, shared, self.data[number], run_dir=folder, **options)
 
     def make_server(self, **options):
         folder = None if self.folder is None else self.folder / "server"

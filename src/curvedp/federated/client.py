@@ -179,15 +179,25 @@ class Client:
                 "resume the server from its last checkpoint",
             )
         pending = self._sum(task)
-        attempt = self.ledger.next_attempt(task.round)
-        self.ledger.pay(task.round, attempt, self._event)
-        state = NoiseState(self._streams, attempt)
+        self._pay(task.round)
+        state = NoiseState(self._streams)
         release, _ = self._mechanism.update(pending, state)
         if self._journal is not None:
             self._journal.write(release, [{"task": task.digest()}])
             self._journal.drop_before(task.round)
         self._last = (task.digest(), release)
         return release
+
+    def _pay(self, round_number: int) -> None:
+        """Pay for a round; where clients are drawn, for those without it as well.
+
+        The event of a draw is that of a round in which the client might have been. Paid
+        for only when it was, it would cost less than the truth.
+        """
+        drawn = self.shared.plan.federation.client_rate < 1
+        for number in range(0 if drawn else round_number, round_number + 1):
+            if self.ledger.next_attempt(number) == 0:
+                self.ledger.pay(number, 0, self._event)
 
     def _sum(self, task: Task) -> ClippedSum:
         """The clipped sum at the task's parameters. Private."""
