@@ -27,6 +27,11 @@ SECTIONS = (
     ("curvedp.train", "curvedp.train", "Losses, metrics, logs and results of a run."),
     ("curvedp.plan", "curvedp.plan", "Everything the guarantee depends on."),
     ("curvedp.recipes", "curvedp.recipes", "Methods by name."),
+    (
+        "curvedp.noise.strategies",
+        "curvedp.noise.strategies",
+        "How the noise of different steps is correlated.",
+    ),
     ("curvedp.update", "curvedp.update", "What is done with a release."),
     ("curvedp.clipping", "curvedp.clipping", "Rules that bound an example's part."),
     ("curvedp.accounting", "curvedp.accounting", "Events, accountants, ledgers."),

@@ -9,6 +9,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "layers"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    """Designs of noise are not written to the cache of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _torch_state():
     """Tests draw from torch's global generator; each starts from the same state."""

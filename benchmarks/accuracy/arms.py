@@ -148,13 +148,24 @@ DIAGONAL = {
     if k not in ("rank", "spectral_power")  # it has no eigenpairs, the images no power
 }
 
+
+def _but_rate(searched: dict) -> dict:
+    return {k: v for k, v in searched.items() if k != "learning_rate"}
+
+
+#: The first eight trials of these arms have steps that are mostly too short.
+LONGER = {"effective_step": ("log", 1.0, 20.0), "momentum": [0.0, 0.9]}
 NGD = {
-    "dp-sgd": Arm("dp-sgd", NORMALISED, STEPS, 8),
+    "dp-sgd": Arm(
+        "dp-sgd", NORMALISED, STEPS, 8, again={**LONGER, **rivals.CLIPS}
+    ),
     "diagonal public": Arm(
-        "dp-kfc", {"diagonal": True, **PUBLIC, **NORMALISED}, DIAGONAL, 8
+        "dp-kfc", {"diagonal": True, **PUBLIC, **NORMALISED}, DIAGONAL, 8,
+        again={**_but_rate(DIAGONAL), **LONGER, "damping": ("log", 0.001, 0.1)},
     ),
     "dp-kfc": Arm(
-        "dp-kfc", {"side": "a", **SYNTHETIC, **NORMALISED}, MORE_WHITENED, 8
+        "dp-kfc", {"side": "a", **SYNTHETIC, **NORMALISED}, MORE_WHITENED, 8,
+        again={**_but_rate(MORE_WHITENED), **LONGER},
     ),
     "dp-ngd public": Arm("dp-ngd", PUBLIC, NATURAL, 8),
     "dp-ngd synthetic": Arm(
@@ -178,7 +189,6 @@ def ngd_table(data: str, epsilon: float) -> Table:
 
 # -- DP-NGD's tables 3 and 4: curvature from private data, and the order of clipping ---
 
-LONGER = {"effective_step": ("log", 1.0, 20.0), "momentum": [0.0, 0.9]}
 PRIVATE = {"probe": "private", "refresh": 32}
 BOUNDS = {
     "decay": [0.0, 0.8],

@@ -60,8 +60,11 @@ model. Synthetic probes are as many.
 
 The protocol is that of [accuracy at equal privacy](accuracy.md) with three paired
 seeds. Every arm is tuned at epsilon 1, with a refresh every 32 steps, and the settings
-found there are tested at both. Rows without trials take the settings of `dp-ngd public`
-but for what they name. A diverged run is scored by the net as it then stands.
+found there are tested at both. Most of the first eight trials of `dp-sgd`, `dp-kfc` and
+the diagonal map turned out to have steps that are too short, so these arms have eight
+more with longer ones, and were tested again with what validation then chose; `dp-ngd`
+has its first eight. Rows without trials take the settings of `dp-ngd public` but for
+what they name. A diverged run is scored by the net as it then stands.
 
 {NOT_COUNTED}""",
     "dp_ngd_choices": f"""\

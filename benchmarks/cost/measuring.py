@@ -14,8 +14,8 @@ import torch
 
 from cost.contestants import (
     CONTESTANTS,
+    OUR_WAYS,
     OURS,
-    PARTS,
     PLAIN,
     WHITENED,
     Refused,
@@ -244,7 +244,7 @@ def summary(seconds, memory, refresh):
     if rivals:
         found["fastest_mode"] = min(rivals, key=median.__getitem__)
         found["leanest_mode"] = min(rivals, key=peaks.__getitem__)
-    for ours in (OURS, PARTS, WHITENED):
+    for ours in OUR_WAYS:
         if ours not in median:
             continue
         found[ours] = {}

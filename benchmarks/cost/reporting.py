@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from cost.contestants import OURS, OUT_OF_MEMORY, PARTS, PLAIN, WHITENED
+from cost.contestants import OUR_WAYS, OURS, OUT_OF_MEMORY, PLAIN, WHITENED
 from cost.measuring import REFRESH_EVERY, ratios
 
 __all__ = [
@@ -64,7 +64,7 @@ def _beside_opacus(result):
     )
     yield "|---|---|---|--:|--:|---|--:|"
     for row in result["rows"]:
-        for ours in (OURS, PARTS, WHITENED):
+        for ours in OUR_WAYS:
             if "fastest_mode" not in row or ours not in row:
                 continue
             own, leanest = row[ours], _mode(row["leanest_mode"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -71,7 +72,10 @@ def record(
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()  # mostly broken off already
             raise
-        graph.capture_end()
+        with warnings.catch_warnings():
+            # work may be nothing but to hand on what it was given
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            graph.capture_end()
     outside.wait_stream(stream)
     torch.cuda.set_rng_state(drawn, device)
 

@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,16 +23,24 @@ from typing import Any
 from curvedp.errors import StorageError
 
 __all__ = [
+    "LONGEST_JSON",
     "as_storage_error",
     "clear_leftovers",
+    "json_text",
     "make_folder",
+    "parse_json",
     "read_json",
+    "read_regular",
     "remove_folder",
     "sync_folder",
     "write_atomically",
     "write_folder_atomically",
     "write_json",
 ]
+
+#: Bytes; those that are written here have some thousands. A file with holes in it can
+#: be far longer than the disk, and would fill the memory.
+LONGEST_JSON = 1 << 28
 
 
 _ASIDE = ".replaced"
@@ -153,14 +162,67 @@ def make_folder(folder: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file, whole or not at all."""
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    text = json_text(value)
     write_atomically(path, lambda p: _write_text(p, text))
+
+
+def json_text(value: Any) -> str:
+    """A JSON document for people too."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
     """Read a JSON file; ``ValueError`` if it is not one."""
     with as_storage_error(path, "read"):
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(read_regular(path, most=LONGEST_JSON).decode("utf-8"))
+
+
+def read_regular(path: Path, most: int | None = None) -> bytes:
+    """All of a file; ``OSError`` for a pipe or a device, which may never end.
+
+    Args:
+        path: the file.
+        most: bytes; ``OSError`` for a longer one.
+    """
+    # not to wait for somebody who writes into the pipe
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read() if most is None else file.read(most + 1)
+    finally:
+        os.close(descriptor)
+    if most is not None and len(content) > most:
+        raise OSError(errno.EFBIG, f"longer than {most} bytes")
+    return content
+
+
+def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
+    """Read JSON as the standard has it, which leaves nothing to be understood two ways.
+
+    Args:
+        text: of one value.
+        constants: whether NaN and Infinity are let through.
+
+    Raises:
+        ValueError: it is not JSON, names a key twice, or is nested too deeply.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            raise ValueError("an object names a key twice")
+        return table
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON number")
+
+    options: dict[str, Any] = {} if constants else {"parse_constant": refuse}
+    try:
+        return json.loads(text, object_pairs_hook=unique, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,11 +9,12 @@ __all__ = ["is_number", "is_whole"]
 
 def is_number(value: object) -> bool:
     """Whether it is a finite number; True and False are not."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def is_whole(value: object, at_least: int = 0) -> bool:

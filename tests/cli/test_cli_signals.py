@@ -14,6 +14,8 @@ import torch
 from curvedp.accounting import read_ledger
 from curvedp.experiments import load_trained
 
+pytestmark = pytest.mark.fault
+
 STEPS = 240
 PATIENCE = 120.0
 

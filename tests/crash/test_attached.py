@@ -22,6 +22,8 @@ from curvedp.train.journal import Journal
 from tests.accounting.test_accounting_ledger import unchain
 from tests.faults.cases import attach, examples, parameters
 
+pytestmark = pytest.mark.fault
+
 STEPS = 8
 
 

@@ -16,6 +16,8 @@ from curvedp.train.engine import Engine
 from curvedp.train.journal import Journal
 from curvedp.train.tensors import read_tensors, write_tensors
 
+pytestmark = pytest.mark.fault
+
 STEPS = 8
 
 

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from tests.crash.runs import check_account, end, start, train_flags
+
+pytestmark = pytest.mark.fault
 
 
 def test_a_full_and_a_read_only_disk_stop_the_run_which_then_finishes(blobs, tmp_path):

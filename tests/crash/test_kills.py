@@ -19,6 +19,8 @@ from tests.crash.runs import (
     wait_for,
 )
 
+pytestmark = pytest.mark.fault
+
 
 def moment(chance, run, process):
     """Wait for a random moment: at the start of a sitting, or between its steps."""

@@ -17,6 +17,8 @@ import curvedp
 from curvedp.accounting import read_ledger
 from tests.crash.runs import end, lines_in, train_flags, wait_for
 
+pytestmark = pytest.mark.fault
+
 STEPS = 400
 PLAIN_USER = ["unshare", "--user"] if os.geteuid() == 0 else []
 OWN_DISKS = ["unshare", "--user", "--map-root-user", "--mount"]

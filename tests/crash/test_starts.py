@@ -16,6 +16,8 @@ from tests.crash.runs import check_tidy, end, start, train_flags
 from tests.crash.test_windows import Crash, crash_after
 from tests.experiments.conftest import config
 
+pytestmark = pytest.mark.fault
+
 __all__ = ["config"]
 
 

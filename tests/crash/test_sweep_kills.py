@@ -10,6 +10,8 @@ import pytest
 from curvedp.accounting import read_ledger
 from tests.crash.runs import check_tidy, end, kill, lines_in, start, wait_for
 
+pytestmark = pytest.mark.fault
+
 STEPS = 100
 
 

@@ -17,6 +17,8 @@ from curvedp.accounting import read_ledger
 from curvedp.errors import StorageError
 from curvedp.storage import clear_leftovers, write_atomically, write_folder_atomically
 
+pytestmark = pytest.mark.fault
+
 STEPS = 5
 CALLS = ["write", "fsync", "replace", "link", "unlink", "rmdir", "mkdir", "ftruncate"]
 

@@ -1,5 +1,7 @@
 """Factors against sums by hand; a monoid; unchanged by batch size and reduction."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from nets import ALL, loss
@@ -283,3 +285,37 @@ def test_refresh_is_in_declared_steps():
     for bad in ({"every": 0}, {"decay": 1.0}, {"decay": -0.1}):
         with pytest.raises(ConfigurationError):
             Refresh(**bad)
+
+
+# -- batches joined to one -------------------------------------------------------------
+
+
+def test_batches_are_joined_where_only_their_sum_counts_and_there_is_room():
+    synthetic = Estimate(FeatureProbe(4), UniformLabels(), size=8, batches=4)
+    joined = synthetic.joined(example_bytes=2**28 // 32)
+    assert (joined.size, joined.batches) == (32, 1)
+    assert synthetic.joined(example_bytes=2**28 // 32 + 1) is synthetic
+    for other in (
+        {"mean_loss": True},
+        {"moments": "batch-squares"},
+        {"moments": "subspace"},
+        {"probe": OracleProbe([(torch.zeros(4), 0)] * 8)},
+    ):
+        how = replace(synthetic, **other)
+        assert how.joined(1) is how
+
+
+def test_joined_batches_give_the_same_factors_but_for_sampling():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    template = Batch(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+    covered = cover(model, synthesiser_like(template, model), loss).covered
+    how = Estimate(FeatureProbe(4), UniformLabels(), size=2000, batches=4)
+    found = [
+        estimate(model, covered, own, loss, torch.Generator().manual_seed(seed))
+        for seed, own in enumerate((how, how.joined(1)))
+    ]
+    one, other = (part.layers["weight"] for part in found)
+    assert one.a.weight == other.a.weight == 8000
+    assert close(one.a.mean(), other.a.mean(), 0.1)
+    assert close(one.g.mean(), other.g.mean(), 0.1)

@@ -15,6 +15,7 @@ from curvedp.plan import Plan
 from curvedp.sampling import PhysicalLoader, PoissonSampler, physical
 from curvedp.train import CsvLog, datasets, guard, statement
 from curvedp.train.engine import Engine
+from curvedp.train.noise import RunNoise
 from curvedp.update import torch_optim
 
 from . import peer_data, peer_models, peer_sums
@@ -88,9 +89,9 @@ _SUMS = [
         "noise of a resumed run",
         peer_sums.resumed_run_draws_new_noise,
         (
-            Engine.release,
-            "NoiseState(self.streams, attempt)",
-            "NoiseState(self.streams)",
+            RunNoise.release,
+            "replace(self._state, attempt=attempt)",
+            "self._state",
         ),
     ),
     fault(
@@ -152,7 +153,7 @@ _DATA = [
     fault(
         "another rate accounted than drawn",
         peer_data.draws_are_poisson_as_accounted,
-        (Plan.step_event, "self.sampling.sample_rate", "self.sampling.sample_rate / 2"),
+        (Plan.step_event, "event(self.event_rate)", "event(self.event_rate / 2)"),
     ),
     fault(
         "coins that fall too rarely",

@@ -13,6 +13,7 @@ from curvedp.sampling import PhysicalLoader
 from curvedp.train import ledgers
 from curvedp.train.engine import Engine
 from curvedp.train.journal import Journal
+from curvedp.train.noise import RunNoise
 from curvedp.train.wrapped import PrivateLoader
 
 from . import checks, ledger_checks
@@ -135,12 +136,10 @@ FAULTS = [
         (
             Patch(
                 Engine.release,
-                "self.ledger.pay(self.step, attempt, self._event)\n"
-                "    state = NoiseState(self.streams, attempt)\n"
-                "    release, _ = self._mechanism.update(pending, state)",
-                "state = NoiseState(self.streams, attempt)\n"
-                "    release, _ = self._mechanism.update(pending, state)\n"
-                "    self.ledger.pay(self.step, attempt, self._event)",
+                "self.ledger.pay(self.step, attempt, self.noise.event(self.step))\n"
+                "    release = self.noise.release(pending, attempt)",
+                "release = self.noise.release(pending, attempt)\n"
+                "    self.ledger.pay(self.step, attempt, self.noise.event(self.step))",
             ),
         ),
     ),
@@ -151,11 +150,11 @@ FAULTS = [
             Patch(
                 Engine.release,
                 "    if self.journal is not None:\n"
-                "        self.journal.write(release, self._group_settings())\n"
+                "        self.journal.write(release, group_settings(self.optimizer))\n"
                 "    self.apply(release)",
                 "    self.apply(release)\n"
                 "    if self.journal is not None:\n"
-                "        self.journal.write(release, self._group_settings())",
+                "        self.journal.write(release, group_settings(self.optimizer))",
             ),
         ),
     ),
@@ -164,9 +163,9 @@ FAULTS = [
         checks.second_attempt_draws_other_noise,
         (
             Patch(
-                Engine.release,
-                "NoiseState(self.streams, attempt)",
-                "NoiseState(self.streams, 0)",
+                RunNoise.release,
+                "replace(self._state, attempt=attempt)",
+                "replace(self._state, attempt=0)",
             ),
         ),
     ),
@@ -219,7 +218,7 @@ FAULTS = [
     Fault(
         "8 lost steps",
         checks.lost_steps_are_paid_from_the_same_budget,
-        (Patch(Engine.steps_left, "self.ledger.count()", "self.step"),),
+        (Patch(Plan.steps_left, "ledger.count()", "step"),),
     ),
     Fault(
         "10 loss reported",

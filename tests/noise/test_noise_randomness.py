@@ -31,7 +31,11 @@ def test_equal_addresses_give_equal_draws_and_others_do_not():
 
 
 def test_secret_streams_do_not_follow_from_the_public_seed():
-    assert {s for s in Stream if s.is_secret} == {Stream.NOISE, Stream.SAMPLING}
+    assert {s for s in Stream if s.is_secret} == {
+        Stream.NOISE,
+        Stream.SAMPLING,
+        Stream.GROUPS,
+    }
     for stream in Stream:
         pair = [first(RandomStreams(5), stream, 0) for _ in range(2)]
         assert (pair[0] == pair[1]) == (not stream.is_secret)

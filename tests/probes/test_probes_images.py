@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from curvedp.errors import ConfigurationError
-from curvedp.probes import ImageProbe, Normalisation
+from curvedp.probes import (
+    ImageProbe,
+    Normalisation,
+    StagedProbe,
+    UniformLabels,
+    draw,
+)
 
 from .examples import seeded
 
@@ -149,3 +155,29 @@ def test_different_settings_give_different_images():
     drawn = [probe.inputs(3, seeded()) for probe in probes]
     for a, b in itertools.combinations(drawn, 2):
         assert not torch.allclose(a, b)
+
+
+class Moved:
+    """Stands for another device: notes what is moved there."""
+
+    def __init__(self, monkeypatch):
+        self.shapes = []
+        real = torch.Tensor.to
+
+        def to(tensor, place, *rest):
+            if place is self:
+                self.shapes.append(tuple(tensor.shape))
+                return tensor
+            return real(tensor, place, *rest)
+
+        monkeypatch.setattr(torch.Tensor, "to", to)
+
+
+def test_a_device_gets_the_draws_and_does_the_rest(monkeypatch):
+    probe = ImageProbe((2, 6, 5), mean=(0.5, 1.0), std=2.0)
+    assert isinstance(probe, StagedProbe)
+    whole = draw(probe, UniformLabels(), 7, torch.Generator().manual_seed(0))
+    device, generator = Moved(monkeypatch), torch.Generator().manual_seed(0)
+    staged = draw(probe, UniformLabels(), 7, generator, device)
+    assert device.shapes == [(7, 2, 6, 5)]
+    assert torch.equal(staged.inputs, whole.inputs)

@@ -53,14 +53,14 @@ class Twin:
 
 def tensors(result):
     if isinstance(result, tuple):
-        part, loss = result
-        return [*part.values.values(), loss]
+        part, *others = result
+        return [*part.values.values(), *others]
     return list(result.values())
 
 
-def graphed(private):
+def graphed(private, **options):
     twin = Twin()
-    private._passed = private._engine.graphed(LOSS, twin)
+    private._passed = private._engine.graphed(LOSS, twin, **options)
     return private, twin
 
 
@@ -133,6 +133,37 @@ def test_an_example_that_is_not_finite_adds_nothing_in_a_graph():
     _, recorded = train(private)
     assert same(recorded, weights)
     assert all(bool(w.isfinite().all()) for w in recorded)
+
+
+@pytest.mark.parametrize("recipe", PRIVATE)
+def test_a_pass_that_hopes_is_the_same_to_the_bit(recipe):
+    _, weights = train(attach(examples(), recipe))
+    private, twin = graphed(attach(examples(), recipe), hoped_bytes=0)
+    _, recorded = train(private)
+    assert same(recorded, weights)
+    curvature = RECIPES[recipe].curvature
+    assert twin.count == (1 if curvature is None else 3)  # never the careful one
+
+
+def test_a_hope_that_fails_is_thrown_away():
+    data = examples()
+    data.tensors[0][5] = float("nan")
+    data.tensors[0][6] = float("inf")
+    data.tensors[0][7] = 1e30
+    _, weights = train(attach(data, "dp-kfc"))
+    private, twin = graphed(attach(data, "dp-kfc"), hoped_bytes=0)
+    _, recorded = train(private)
+    assert same(recorded, weights)
+    assert all(bool(w.isfinite().all()) for w in recorded)
+    assert twin.count > 3  # some batches had none of these examples, and some had
+
+
+def test_only_large_passes_hope():
+    small = attach(examples(), "dp-sgd")
+    held = small._engine._coverage.activation_bytes * small._engine.physical_batch_size
+    assert held > 0
+    for bound, expected in ((held, True), (held + 1, False)):
+        assert graphed(small, hoped_bytes=bound)[0]._passed._hopes is expected
 
 
 def test_dropout_and_modes_are_not_frozen():

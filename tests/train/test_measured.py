@@ -377,7 +377,7 @@ def test_the_claim_holds_against_an_audit():
         assert (sums[0].frame == IdentityWhitener().frame) == (steps == 0)
         one_step = with_it.plan.epsilon(1)
         found = audit_step(
-            with_it._engine._mechanism, sums, DELTA, unsafe_reproducible_noise=0
+            with_it._engine.noise.mechanism, sums, DELTA, unsafe_reproducible_noise=0
         )
         assert found.epsilon_lower <= one_step
         assert found.epsilon_estimated > 0.8 * one_step

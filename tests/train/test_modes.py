@@ -92,7 +92,7 @@ def synthetic(size, generator):
 
 def watched(private):
     """Every clipped sum and its release, while it trains."""
-    mechanism, seen = private._engine._mechanism, []
+    mechanism, seen = private._engine.noise.mechanism, []
 
     class Watched:
         def update(self, part, state):
@@ -100,7 +100,7 @@ def watched(private):
             seen.append((part, release))
             return release, state
 
-    private._engine._mechanism = Watched()
+    private._engine.noise.mechanism = Watched()
     for batch in private.loader:
         private.train_on(batch)
     return seen

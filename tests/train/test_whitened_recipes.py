@@ -39,6 +39,10 @@ def attach(dataset, recipe, own=None, **options):
     settings = SETTINGS if RECIPES[recipe].probes else {}
     if recipe in WHITENING:
         settings = {**settings, "refresh": 3}
+    if RECIPES[recipe].correlation is not None:
+        # everybody in every step leaves no second group to take turns with
+        bands = 1 if options.get("sample_rate") == 1.0 else 2
+        settings = {**settings, "bands": bands}
     if RECIPES[recipe].pretraining is not None:
         public = PublicProbe(examples(60, seed=9))
         settings = {"probes": public, "pretrain_epochs": 1, "pretrain_batch_size": 20}

@@ -217,7 +217,7 @@ def test_disk_clips_gradients_that_are_taken_ahead(kappa):
     engine, own = private._engine, private.model.module
     before = [p.detach().clone() for p in own.parameters()]
     seen = []
-    mechanism = engine._mechanism
+    mechanism = engine.noise.mechanism
     update = type(mechanism).update
     watched = lambda m, clipped, state: (  # noqa: E731
         seen.append(flat(clipped.values.values())), update(m, clipped, state)

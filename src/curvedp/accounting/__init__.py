@@ -13,6 +13,7 @@ from curvedp.accounting.accountants import (
 from curvedp.accounting.calibrate import calibrate_sigma, calibrate_steps, epsilon_of
 from curvedp.accounting.events import (
     ComposedEvent,
+    CyclicGaussianEvent,
     Event,
     GaussianEvent,
     PoissonGaussianEvent,
@@ -20,6 +21,7 @@ from curvedp.accounting.events import (
     SeenGaussianEvent,
     event_from_json,
     repeated,
+    sequential,
     tally,
 )
 from curvedp.accounting.gaussian import GaussianAccountant
@@ -31,6 +33,7 @@ from curvedp.accounting.selection import Repeats, calibrate_selected_sigma
 __all__ = [
     "Accountant",
     "ComposedEvent",
+    "CyclicGaussianEvent",
     "Event",
     "GaussianAccountant",
     "GaussianEvent",
@@ -54,5 +57,6 @@ __all__ = [
     "get_accountant",
     "read_ledger",
     "repeated",
+    "sequential",
     "tally",
 ]

@@ -8,13 +8,33 @@ from curvedp.errors import ConfigurationError
 from curvedp.values import is_number, is_whole
 
 __all__ = [
+    "MOST_STEPS",
     "check_count",
     "check_delta",
     "check_epsilon",
     "check_noise",
     "check_rate",
+    "check_repeats",
     "check_sampled",
 ]
+
+
+MOST_STEPS = 2**31
+"""More than any run makes. Accountants need memory that grows with the steps."""
+
+
+MOST_NOISE = 1e100
+"""Beyond it, squares of noise multipliers are no floats any more."""
+
+
+def check_repeats(count: int, name: str) -> None:
+    """Refuse more of an event than any run makes."""
+    check_count(count, name)
+    if count > MOST_STEPS:
+        raise ConfigurationError(
+            f"{name} is larger than {MOST_STEPS}, more than any run makes",
+            "give the number of noisy steps of the run",
+        )
 
 
 def check_epsilon(epsilon: float) -> None:
@@ -37,7 +57,7 @@ def check_delta(delta: float) -> None:
 
 def check_noise(noise_multiplier: float) -> None:
     """Refuse what is no noise multiplier; zero is one, and costs infinity."""
-    if not (is_number(noise_multiplier) and noise_multiplier >= 0.0):
+    if not (is_number(noise_multiplier) and 0.0 <= noise_multiplier <= MOST_NOISE):
         raise ConfigurationError(
             f"noise_multiplier is {noise_multiplier!r}, not a finite number >= 0",
             "it is the noise's standard deviation divided by the clip bound",
@@ -57,7 +77,8 @@ def check_count(count: object, name: str, *, at_least: int = 0) -> None:
     """Refuse what does not count anything."""
     if not is_whole(count, at_least):
         raise ConfigurationError(
-            f"{name} is {count!r}, not a whole number of at least {at_least}"
+            f"{name} is {count!r}, not a whole number of at least {at_least}",
+            "give a count",
         )
 
 

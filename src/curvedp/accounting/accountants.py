@@ -22,7 +22,7 @@ from curvedp.accounting.events import (
     GaussianEvent,
     PoissonGaussianEvent,
     RepeatAndSelectEvent,
-    tally,
+    sequential,
 )
 from curvedp.barrier import Relation
 from curvedp.errors import ConfigurationError, UnknownEventError
@@ -117,7 +117,7 @@ class PLDAccountant:
     def epsilon(self, event: Event, relation: Relation, delta: float) -> float:
         """Smallest epsilon that can be proved at this delta."""
         check_delta(delta)
-        return _pld_epsilon(tally([event]), relation, delta, self.discretization)
+        return _pld_epsilon(sequential(event), relation, delta, self.discretization)
 
     def delta(self, event: Event, relation: Relation, epsilon: float) -> float:
         """Smallest delta that can be proved at this epsilon."""
@@ -129,7 +129,7 @@ class PLDAccountant:
         """The same at several epsilons, from one composition."""
         for epsilon in epsilons:
             _check_threshold(epsilon)
-        total = tally([event])
+        total = sequential(event)
         composed = _composed_pld(total, relation, self.discretization)
         if composed is None:
             return [1.0 for _ in epsilons]
@@ -156,7 +156,7 @@ class RDPAccountant:
         """Smallest epsilon that can be proved at this delta."""
         check_delta(delta)
         with _quiet_upstream():
-            composed = _composed_rdp(tally([event]), relation)
+            composed = _composed_rdp(sequential(event), relation)
             if composed is None:
                 return math.inf
             return max(0.0, float(composed.get_epsilon(delta)))
@@ -165,7 +165,7 @@ class RDPAccountant:
         """Smallest delta that can be proved at this epsilon."""
         _check_threshold(epsilon)
         with _quiet_upstream():
-            composed = _composed_rdp(tally([event]), relation)
+            composed = _composed_rdp(sequential(event), relation)
             if composed is None:
                 return 1.0
             return min(1.0, max(0.0, float(composed.get_delta(epsilon))))
@@ -260,7 +260,7 @@ def _(event: ComposedEvent, dp: Any) -> Any:
 def _(event: RepeatAndSelectEvent, dp: Any) -> Any:
     from dp_accounting import dp_event  # the package itself does not list this one
 
-    inner = _renyi_event(event.event, dp)
+    inner = _renyi_event(sequential(event.event), dp)
     return dp_event.RepeatAndSelectDpEvent(inner, event.mean, event.shape)
 
 
@@ -336,7 +336,7 @@ def _loss_range(event: Event, count: int, relation: Relation) -> float:
     (chi-square), and the second moment likewise.
     """
     if isinstance(event, RepeatAndSelectEvent):
-        inner = tally([event.event]).parts
+        inner = sequential(event.event).parts
         return count * sum(_loss_range(e, n, relation) for e, n in inner if n > 0)
     sigma = getattr(event, "noise_multiplier", 1.0)
     rate = getattr(event, "sample_rate", 1.0)

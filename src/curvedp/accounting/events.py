@@ -20,12 +20,14 @@ from curvedp.accounting._validate import (
     check_count,
     check_noise,
     check_rate,
+    check_repeats,
 )
 from curvedp.errors import ConfigurationError, UnknownEventError
 from curvedp.values import is_number
 
 __all__ = [
     "ComposedEvent",
+    "CyclicGaussianEvent",
     "Event",
     "GaussianEvent",
     "PoissonGaussianEvent",
@@ -33,9 +35,11 @@ __all__ = [
     "SeenGaussianEvent",
     "event_from_json",
     "repeated",
+    "sequential",
     "tally",
 ]
 
+_DEEPEST = 32
 _KINDS: dict[str, type[Event]] = {}
 
 
@@ -171,6 +175,68 @@ class SeenGaussianEvent(Event):
 
 
 @dataclass(frozen=True)
+class CyclicGaussianEvent(Event):
+    """Correlated Gaussian noise on a Poisson sample of one group out of several.
+
+    An example is in one group, and only its group's events are about it. So events of
+    different groups do not add up: the group with the most of them is what counts
+    (:func:`sequential`). Each is one Gaussian event for its group because a strategy
+    with as many bands as there are groups has columns that do not meet.
+
+    Attributes:
+        noise_multiplier: of the noise before it is correlated, as in
+            :class:`GaussianEvent`, for a strategy with columns of norm up to 1.
+        sample_rate: the declared probability q of each *member of the group*.
+        groups: b.
+        group: whose turn it was.
+        assignment: which drawing of the groups, by a public name of it. When groups are
+            drawn anew, an example may change its group, and what was before adds up.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    groups: int
+    group: int
+    assignment: str = ""
+    kind: ClassVar[str] = "cyclic-gaussian"
+
+    def __post_init__(self) -> None:
+        check_noise(self.noise_multiplier)
+        check_rate(self.sample_rate)
+        check_count(self.groups, "groups", at_least=1)
+        check_count(self.group, "group")
+        if not isinstance(self.assignment, str):
+            raise ConfigurationError(
+                f"assignment of the event is {self.assignment!r}, not text"
+            )
+        if self.group >= self.groups:
+            raise ConfigurationError(
+                f"group {self.group} of {self.groups}", "groups are counted from 0"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain JSON values."""
+        return {
+            "kind": self.kind,
+            "noise_multiplier": self.noise_multiplier,
+            "sample_rate": self.sample_rate,
+            "groups": self.groups,
+            "group": self.group,
+            "assignment": self.assignment,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CyclicGaussianEvent:
+        """Read back what :meth:`to_json` wrote."""
+        whole = {name: data.get(name) for name in ("groups", "group", "assignment")}
+        return cls(
+            noise_multiplier=_number(data, "noise_multiplier"),
+            sample_rate=_number(data, "sample_rate"),
+            **whole,  # type: ignore[arg-type]  # checked when it is made
+        )
+
+
+@dataclass(frozen=True)
 class ComposedEvent(Event):
     """Events that all happened, each chosen with knowledge of those before it.
 
@@ -186,7 +252,8 @@ class ComposedEvent(Event):
         for event, count in self.parts:
             if not isinstance(event, Event):
                 raise ConfigurationError(f"{event!r} is not an event")
-            check_count(count, "the count of an event")
+            check_repeats(count, "the count of an event")
+        _refuse_depth(self)
 
     def leaves(self) -> Iterator[tuple[Event, int]]:
         """The events that are not compositions, with counts multiplied out."""
@@ -243,6 +310,7 @@ class RepeatAndSelectEvent(Event):
                 f"the shape of the number of trials is {self.shape!r}",
                 "give 0 or more; infinity is Poisson",
             )
+        _refuse_depth(self)
 
     def to_json(self) -> dict[str, Any]:
         """The event as plain JSON values, which have no infinity."""
@@ -263,6 +331,21 @@ class RepeatAndSelectEvent(Event):
             mean=_number(data, "mean"),
             shape=math.inf if poisson else _number(data, "shape"),
         )
+
+
+def _refuse_depth(event: Event, depth: int = 0) -> None:
+    """Refuse events within events within events: what is read may be hostile."""
+    if depth > _DEEPEST:
+        raise ConfigurationError(
+            f"an event is nested more than {_DEEPEST} deep", "compose it in one level"
+        )
+    inside: list[Event] = []
+    if isinstance(event, ComposedEvent):
+        inside = [part for part, _ in event.parts]
+    elif isinstance(event, RepeatAndSelectEvent):
+        inside = [event.event]
+    for part in inside:
+        _refuse_depth(part, depth + 1)
 
 
 def event_from_json(data: Any) -> Event:
@@ -304,6 +387,28 @@ def tally(events: Iterable[Event]) -> ComposedEvent:
         for leaf, count in repeated(event, 1).leaves():
             counts[leaf] = counts.get(leaf, 0) + count
     return ComposedEvent(tuple(counts.items()))
+
+
+def sequential(event: Event) -> ComposedEvent:
+    """What happened to one example at most: the events that have to be added up.
+
+    Of events whose groups take turns, those of the group with the most of them, each a
+    Poisson-sampled Gaussian. Everything else as :func:`tally` counts it.
+
+    >>> turns = [CyclicGaussianEvent(1.0, 0.1, 2, step % 2) for step in range(5)]
+    >>> sequential(tally(turns)).parts
+    ((PoissonGaussianEvent(noise_multiplier=1.0, sample_rate=0.1), 3),)
+    """
+    most: dict[tuple[float, float, int, str], int] = {}
+    plain: list[tuple[Event, int]] = []
+    for leaf, count in tally([event]).parts:
+        if isinstance(leaf, CyclicGaussianEvent):
+            key = leaf.noise_multiplier, leaf.sample_rate, leaf.groups, leaf.assignment
+            most[key] = max(count, most.get(key, 0))
+        else:
+            plain.append((leaf, count))
+    plain += [(PoissonGaussianEvent(*key[:2]), count) for key, count in most.items()]
+    return tally([ComposedEvent(tuple(plain))])
 
 
 def _number(data: Mapping[str, Any], name: str) -> float:

@@ -29,17 +29,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from curvedp.accounting.chains import dump_lines
 from curvedp.accounting.events import Event
 from curvedp.accounting.records import (
     LedgerHeader,
     LedgerRecord,
     Note,
     Payment,
-    dump_lines,
     parse_ledger,
 )
 from curvedp.errors import LedgerError, StorageError
 from curvedp.locks import try_lock
+from curvedp.storage import read_regular
 
 __all__ = [
     "Ledger",
@@ -79,6 +80,7 @@ class Ledger(LedgerRecord):
         self._attempts = record._attempts
         self._descriptor: int | None = descriptor
         self._size = size
+        self._process = os.getpid()
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], header: LedgerHeader) -> Ledger:
@@ -134,7 +136,7 @@ class Ledger(LedgerRecord):
         """
         target = Path(path)
         try:
-            descriptor = os.open(target, _FLAGS)
+            descriptor = os.open(target, _FLAGS | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
             raise _missing(target) from None
         except OSError as error:
@@ -246,6 +248,11 @@ class Ledger(LedgerRecord):
                 f"{self.path} is closed, and its lock is released",
                 "attach the run again, or open the ledger with Ledger.open",
             )
+        if os.getpid() != self._process:  # a fork shares the lock, and must not write
+            raise LedgerError(
+                f"{self.path} belongs to the process that was forked",
+                "attach the run in the process that trains it",
+            )
         held = os.fstat(self._descriptor)
         try:
             named = os.stat(self.path)
@@ -303,7 +310,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         raise _missing(path) from None
     except OSError as error:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from curvedp.accounting.chains import dump_lines
 from curvedp.accounting.events import Event
 from curvedp.accounting.records import (
     LedgerHeader,
     LedgerRecord,
     Note,
     Payment,
-    dump_lines,
     parse_ledger,
 )
 from curvedp.errors import LedgerError

@@ -11,20 +11,21 @@ elsewhere and looked for again.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from curvedp.accounting._validate import (
-    check_count,
+    MOST_STEPS,
     check_delta,
     check_epsilon,
+    check_repeats,
 )
 from curvedp.accounting.accountants import Accountant, get_accountant
+from curvedp.accounting.chains import chain_of
 from curvedp.accounting.events import ComposedEvent, Event, event_from_json, tally
 from curvedp.barrier import Relation
 from curvedp.errors import (
@@ -33,6 +34,7 @@ from curvedp.errors import (
     LedgerError,
     NotPrivateError,
 )
+from curvedp.storage import parse_json
 from curvedp.values import is_whole
 
 __all__ = [
@@ -60,6 +62,7 @@ KIND = "curvedp-ledger"
 VERSION = 2
 _UNCHAINED = 1  # still read, and continued as it is
 
+_MOST_MISSING = 10**6
 _ALWAYS_PRIVATE = frozenset(
     {"loss", "train_loss", "batch_count", "batch_counts", "clip_fraction", "grad_norm"}
 )
@@ -98,7 +101,7 @@ class LedgerHeader:
         if self.target_epsilon is not None:
             check_epsilon(self.target_epsilon)
         if self.planned_steps is not None:
-            check_count(self.planned_steps, "planned_steps")
+            check_repeats(self.planned_steps, "planned_steps")
         get_accountant(
             self.accountant
         )  # an unknown name is an error now, not at the end
@@ -232,8 +235,17 @@ class LedgerRecord:
         return tuple(sorted(self._attempts))
 
     def missing_steps(self, first: int = 0) -> tuple[int, ...]:
-        """Steps from ``first`` to the last paid one that nobody paid for."""
+        """Steps from ``first`` to the last paid one that nobody paid for.
+
+        Raises:
+            LedgerError: there are more of them than any run could have left out.
+        """
         last = max(self._attempts, default=first - 1)
+        if last - first - len(self._attempts) > _MOST_MISSING:
+            raise LedgerError(
+                f"{self.path} pays for step {last} and for next to none before it",
+                "the ledger was changed or damaged; restore it from a copy",
+            )
         return tuple(s for s in range(first, last + 1) if s not in self._attempts)
 
     def is_gapless(self, first: int = 0) -> bool:
@@ -329,9 +341,10 @@ def parse_ledger(path: Path, content: bytes) -> tuple[LedgerRecord, int]:
 
 def _parse_header(path: Path, line: bytes) -> LedgerRecord:
     try:
-        data = json.loads(line)
-    except ValueError:
-        raise _foreign(path, "its first line is not JSON") from None
+        data = parse_json(line)
+    except ValueError as error:
+        why = "is not JSON" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise _foreign(path, f"its first line {why}") from None
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise _foreign(path, f"its first line does not say kind {KIND!r}")
     if data.get("version") not in (_UNCHAINED, VERSION):
@@ -341,19 +354,22 @@ def _parse_header(path: Path, line: bytes) -> LedgerRecord:
             "read it with the version of curvedp that wrote it",
         )
     try:
+        for name in ("run_id", "relation", "unit", "accountant"):
+            if not isinstance(data.get(name, ""), str):
+                raise LedgerError(f"{name} is no text")
         record = LedgerRecord(path, LedgerHeader.from_json(data))
         record.chained = data["version"] != _UNCHAINED
         _check_chain(record, data)
         return record
     except KeyError as error:
-        raise LedgerError(f"{path}, line 1: the header has no {error}") from None
+        raise _damaged(path, 1, LedgerError(f"the header has no {error}")) from None
     except (CurvedpError, TypeError, ValueError) as error:
         raise _damaged(path, 1, error) from error
 
 
 def _parse_line(record: LedgerRecord, line: bytes, number: int) -> None:
     try:
-        data = json.loads(line)
+        data = parse_json(line)
         if not isinstance(data, dict):
             raise LedgerError("it is no JSON object")
         _check_chain(record, data)
@@ -371,7 +387,7 @@ def _parse_line(record: LedgerRecord, line: bytes, number: int) -> None:
                 time=str(data.get("time", "")),
             )
         )
-    except (CurvedpError, TypeError, ValueError) as error:
+    except (CurvedpError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(record.path, number, error) from error
 
 
@@ -389,12 +405,6 @@ def _check_chain(record: LedgerRecord, data: Mapping[str, Any]) -> None:
     record._chains.append(due)
 
 
-def chain_of(content: Mapping[str, Any], previous: str) -> str:
-    """SHA-256 of the previous line's chain and this line's canonical JSON."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256((previous + text).encode()).hexdigest()
-
-
 def _damaged(path: Path, number: int, error: Exception) -> LedgerError:
     problem = getattr(error, "problem", str(error))
     return LedgerError(
@@ -408,6 +418,8 @@ def _whole(data: Mapping[str, Any], name: str) -> int:
     value = data.get(name)
     if not is_whole(value):
         raise LedgerError(f"{name} is {value!r}, not a whole number")
+    if data[name] > MOST_STEPS:
+        raise LedgerError(f"{name} is more than any run has")
     return int(data[name])
 
 
@@ -415,36 +427,3 @@ def _foreign(path: Path, why: str) -> LedgerError:
     return LedgerError(
         f"{path} is not a curvedp ledger: {why}", "give the path of a run's ledger"
     )
-
-
-def dump_lines(
-    entries: Iterable[LedgerHeader | Payment | Note],
-    previous: str = "",
-    *,
-    chained: bool = True,
-) -> tuple[bytes, list[str]]:
-    """The entries as lines of the file.
-
-    Args:
-        entries: what the lines say.
-        previous: the chain of the line before them; empty before the header.
-        chained: whether the lines carry their chain; those of version 1 do not.
-
-    Returns:
-        The lines, and the chain of each of them.
-    """
-    lines, chains = [], []
-    try:
-        for entry in entries:
-            content = entry.to_json()
-            previous = chain_of(content, previous)
-            chains.append(previous)
-            if chained:
-                content["chain"] = previous
-            lines.append(json.dumps(content, allow_nan=False) + "\n")
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"not a JSON value in the ledger: {error}",
-            "facts and events are numbers, strings, lists and objects of these",
-        ) from None
-    return "".join(lines).encode(), chains

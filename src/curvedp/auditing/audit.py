@@ -47,6 +47,7 @@ from curvedp.recipes import Recipe, get_recipe
 from curvedp.train import make_private
 from curvedp.train.datasets import TrainingData
 from curvedp.train.settings import PrivacySettings
+from curvedp.values import is_whole
 
 __all__ = ["METHODS", "SCORES", "audit"]
 
@@ -55,6 +56,9 @@ SCORES = ("white-box", "black-box")
 
 #: Canaries of one run, and runs with one canary, where nothing is said.
 DEFAULT_CANARIES, DEFAULT_RUNS = 200, 200
+
+#: More than anybody waits for, and than a machine holds beside the data.
+MOST_CANARIES, MOST_RUNS = 100_000, 1_000_000
 
 Loss = str | nn.Module | Callable[..., Any]
 
@@ -244,6 +248,8 @@ def _canaries(
                 "pass canaries=Canaries(items, replacements)",
             )
         return Canaries(wanted)
+    if wanted < 0 or wanted > MOST_CANARIES:
+        raise ConfigurationError(f"{wanted} canaries", f"use from 1 to {MOST_CANARIES}")
     generator = torch.Generator().manual_seed(seed)
     return synthetic_canaries(source, model, wanted, generator, replaced=replaced)
 
@@ -265,8 +271,10 @@ def _check(
         raise ConfigurationError(
             f"confidence is {confidence!r}", "it is between 0 and 1, such as 0.95"
         )
-    if runs is not None and runs < 1:
-        raise ConfigurationError(f"runs is {runs}", "make at least one")
+    if runs is not None and not (is_whole(runs, 1) and runs <= MOST_RUNS):
+        raise ConfigurationError(
+            f"runs is {runs!r}", f"make at least one and at most {MOST_RUNS}"
+        )
     if method == "one-run" and runs not in (None, 1):
         raise ConfigurationError(
             f"the method 'one-run' makes one run, not {runs}",

@@ -94,14 +94,21 @@ class Witness:
         engine: Engine = private._engine
         if private.step:
             raise ConfigurationError("the run has begun", "attach a new one")
+        if private.plan.correlation is not None:
+            raise ConfigurationError(
+                "the noise of this run's steps is correlated, and a witness scores "
+                "each step by itself",
+                "audit a recipe with independent noise",
+            )
         self._private, self._engine = private, engine
         self._canaries, self._first = canaries, first
         self._loader = engine._loader
         sampler = self._loader._sampler
+        assert isinstance(sampler, PoissonSampler)
         self._draws = _NotedDraws(sampler.sample_rate, sampler.generator, inner=sampler)
         self._loader._sampler = self._draws
-        self._releases = _NotedReleases(engine._mechanism)
-        engine._mechanism = self._releases
+        self._releases = _NotedReleases(engine.noise.mechanism)
+        engine.noise.mechanism = self._releases
         self._device = next(engine.model.parameters()).device
 
     def watch(self) -> Scores:

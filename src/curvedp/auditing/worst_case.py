@@ -127,11 +127,16 @@ def audit_all(
     """Audit every private recipe on the worst case; a row for each.
 
     Args:
-        recipes: names; by default all of :data:`curvedp.RECIPES` that are private.
+        recipes: names; by default all of :data:`curvedp.RECIPES` that are private and
+            have independent noise.
         on_result: called after each.
         **settings: as for :func:`audit_worst_case`.
     """
-    names = recipes or [name for name, recipe in RECIPES.items() if recipe.private]
+    names = recipes or [
+        name
+        for name, recipe in RECIPES.items()
+        if recipe.private and recipe.correlation is None
+    ]
     found = []
     for name in names:
         found.append(audit_worst_case(name, **settings))

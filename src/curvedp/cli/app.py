@@ -14,6 +14,7 @@ from curvedp.cli import (
     doctor,
     federated,
     inspect,
+    noise,
     privacy,
     recipes,
     sweep,
@@ -62,3 +63,4 @@ audit.register(app)
 app.add_typer(diagnose.app, name="diagnose")
 app.add_typer(federated.app, name="federated")
 app.add_typer(privacy.app, name="privacy")
+app.add_typer(noise.app, name="noise")

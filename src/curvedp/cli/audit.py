@@ -13,6 +13,7 @@ from curvedp.cli.options import parse_pairs, takes_run_settings
 from curvedp.cli.output import print_json, reports_errors, results, rows_of, tell
 from curvedp.cli.parameters import JsonFlag
 from curvedp.cli.sweep import with_recipe
+from curvedp.errors import ConfigurationError
 from curvedp.experiments import RunConfig, build_run
 
 __all__ = ["register"]
@@ -67,6 +68,10 @@ def audit(
     about the code and the settings; it is computed from private data and not itself
     protected.
     """
+    if plot is not None and plot.suffix not in ("", ".png", ".pdf", ".svg"):
+        raise ConfigurationError(
+            f"{plot} is no picture", "its name ends in .png, .pdf or .svg"
+        )
     own = parse_pairs(recipe_setting or [], "--set")
     config = RunConfig.from_mapping(with_recipe(settings, recipe, own)).settled()
     built = build_run(config)

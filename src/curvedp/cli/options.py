@@ -15,6 +15,7 @@ from curvedp.errors import ConfigurationError, DataError
 
 __all__ = ["parse_pairs", "read_value", "takes_run_settings"]
 
+_LONGEST_CONFIG = 1 << 20
 _WHAT, _PRIVACY, _SAMPLING = "Data and model", "Privacy", "Sampling"
 _RUN, _UNSAFE = "Run", "Against privacy"
 
@@ -317,15 +318,34 @@ def read_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets
+        raise ConfigurationError(
+            f"the value {text[:40]}... cannot be read", "write a plain value"
+        ) from error
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # a pipe is welcome, one without an end is not
+            content = file.read(_LONGEST_CONFIG + 1)
+        if len(content) > _LONGEST_CONFIG:
+            raise ConfigurationError(
+                f"{path} is longer than {_LONGEST_CONFIG} bytes", "give a config file"
+            )
+        return tomllib.loads(content.decode("utf-8"))
     except OSError as error:
         reason = error.strerror or str(error)
-        raise DataError(f"cannot read the config {path}: {reason}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"cannot read the config {path}: {reason}", "give the path of a TOML file"
+        ) from error
+    except ConfigurationError:
+        raise
+    except RecursionError as error:
         raise ConfigurationError(
-            f"{path} is not a TOML file: {error}", "see `curvedp train --help`"
+            f"{path} is nested too deeply", "see `curvedp train --help`"
+        ) from error
+    except ValueError as error:  # also of TOML and of UTF-8
+        first = (str(error).splitlines() or [""])[0][:200]
+        raise ConfigurationError(
+            f"{path} is not a TOML file: {first}", "see `curvedp train --help`"
         ) from error

@@ -40,11 +40,14 @@ __all__ = [
 ]
 
 #: Where results are printed.
-results = Console(highlight=False)
+results = Console(highlight=False, emoji=False)
 #: Where everything else is printed.
-log = Console(stderr=True, highlight=False)
+log = Console(stderr=True, highlight=False, emoji=False)
 
 INTERRUPTED = 130
+_LONGEST = 1500
+#: Exit code of an error that nobody foresaw.
+INTERNAL = 70
 
 
 def print_json(document: Any) -> None:
@@ -54,7 +57,7 @@ def print_json(document: Any) -> None:
 
 def tell(text: str, style: str = "") -> None:
     """A remark on stderr."""
-    log.print(escape(text), style=style, soft_wrap=True)
+    log.print(escape(_printable(text)), style=style, soft_wrap=True)
 
 
 def rows_of(pairs: list[tuple[str, str]], loud: tuple[str, ...] = ()) -> Table:
@@ -92,14 +95,48 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             tell("stopped")
             raise typer.Exit(INTERRUPTED) from None
+        except typer.Exit:
+            raise
+        except MemoryError:
+            if debug:
+                traceback.print_exc()
+            _print_error(CurvedpError(
+                "the memory is used up",
+                "use smaller data, a smaller model or --physical-batch-size; what was "
+                "paid for is in the ledger, and a run that began can be resumed",
+            ))  # fmt: skip
+            raise typer.Exit(2) from None
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            _print_error(_internal(error))
+            raise typer.Exit(INTERNAL) from None
 
     return extend_signature(wrapped, command, {"debug": DebugFlag})
 
 
+def _internal(error: Exception) -> CurvedpError:
+    """An error of ours: only its place, as its text may quote a private record."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    return CurvedpError(
+        f"an internal error: {type(error).__name__}{place}",
+        "this is a mistake in curvedp; --debug shows all of it, but look through that "
+        "before you share it: it may quote private data",
+    )
+
+
 def _print_error(error: CurvedpError) -> None:
-    log.print(f"[bold red]error:[/] {escape(error.problem)}", soft_wrap=True)
-    if error.advice:
-        log.print(f"  -> {escape(error.advice)}", soft_wrap=True)
+    problem, advice = _printable(error.problem), _printable(error.advice)
+    log.print(f"[bold red]error:[/] {escape(problem)}", soft_wrap=True)
+    if advice:
+        log.print(f"  -> {escape(advice)}", soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """Without the codes by which a file's name could command the terminal, and cut."""
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 @contextmanager

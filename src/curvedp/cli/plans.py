@@ -29,6 +29,13 @@ def print_preview(preview: Preview) -> None:
             ("sigma", f"{plan.noise_multiplier:g} ({plan.clipping.name} clipping to "
                       f"{plan.clipping.bound:g})")
         )  # fmt: skip
+    if plan is not None and plan.correlation is not None:
+        noise = plan.correlation
+        pairs.append(
+            ("noise", f"correlated, {noise.design.kind} with {noise.bands} bands; "
+                      f"{noise.bands} groups in turns, {plan.rounds} draws of each at "
+                      f"rate {plan.event_rate:.6g}")
+        )  # fmt: skip
     if preview.curvature is not None:
         pairs += curvature_rows(preview.curvature)
     batches = -(-sampling.expected_batch_size // preview.physical_batch_size)

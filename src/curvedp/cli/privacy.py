@@ -239,17 +239,24 @@ def _planned_epsilon(record: LedgerRecord) -> float | None:
     """Epsilon of the whole plan, recomputed from what the header declares."""
     header = record.header
     sigma = header.facts.get("noise_multiplier")
-    rate = header.facts.get("sample_rate")
+    rate = header.facts.get("group_rate", header.facts.get("sample_rate"))
+    steps = header.facts.get("rounds", header.planned_steps)  # draws of an example
     if sigma is None or rate is None or header.planned_steps is None:
         return header.target_epsilon
-    return epsilon_of(
-        sigma,
-        sample_rate=rate,
-        steps=header.planned_steps,
-        delta=header.delta,
-        relation=header.relation,
-        accountant=header.accountant,
-    )
+    try:
+        return epsilon_of(
+            sigma,
+            sample_rate=rate,
+            steps=steps,
+            delta=header.delta,
+            relation=header.relation,
+            accountant=header.accountant,
+        )
+    except ConfigurationError as error:
+        raise LedgerError(
+            f"{record.path} plans what is impossible: {error.problem}",
+            "restore the ledger from a copy",
+        ) from error
 
 
 def _payments(document: dict[str, Any]) -> str:

@@ -92,6 +92,8 @@ def _defaults(recipe: Recipe) -> str:
         parts.append(f"decay {recipe.weight_decay:g}")
     if recipe.private:
         parts.append(f"{recipe.clipping} clipping, C {recipe.clip_norm:g}")
+    if recipe.correlation is not None:
+        parts.append(f"{recipe.correlation.strategy}, {recipe.correlation.bands} bands")
     if recipe.curvature is not None:
         parts.append(_whitening(recipe.curvature))
     return ", ".join(parts)

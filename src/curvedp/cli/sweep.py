@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -175,8 +175,12 @@ def with_recipe(
     table.pop("compare", None)
     by_recipe = table.pop("recipes", {})
     stored = table.get("recipe", "dp-sgd")
+    if not isinstance(stored, str | Mapping):
+        raise ConfigurationError(f"recipe is {stored!r}", "give a name or a table")
     stored = {"name": stored} if isinstance(stored, str) else dict(stored)
     name = recipe or stored.get("name", "dp-sgd")
+    if not isinstance(name, str):
+        raise ConfigurationError(f"the recipe's name is {name!r}", "give it as text")
     if name != stored.get("name", name):
         stored = {}  # the file's settings are those of another recipe
     chosen = {k: v for k, v in own.items() if v is not None}

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from curvedp.clipping.adaptive import AdaptiveClipping
-from curvedp.clipping.bounded import clipped_sum, own_copy
+from curvedp.clipping.bounded import Replacing, always, clipped_sum, own_copy
 from curvedp.clipping.measured import CurvatureClipping, MeasuredLayer
 from curvedp.clipping.rules import (
     ClippingRule,
@@ -21,6 +21,8 @@ __all__ = [
     "MeasuredLayer",
     "NormalisedClipping",
     "PerLayerClipping",
+    "Replacing",
+    "always",
     "clipped_sum",
     "clipping_rule",
     "own_copy",

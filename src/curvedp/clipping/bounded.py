@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,20 @@ from curvedp.layers.precision import (
 )
 from curvedp.whitening.base import Part, Whitener, parts_of
 
-__all__ = ["clipped_sum", "own_copy"]
+__all__ = ["Replacing", "always", "clipped_sum", "own_copy", "where_needed"]
+
+#: Whether rows are replaced, from which of them are finite ``[B]``.
+Replacing = Callable[[Tensor], bool]
+
+
+def where_needed(finite: Tensor) -> bool:
+    """If there is anything to replace. The CPU waits for the answer."""
+    return not bool(finite.all())
+
+
+def always(finite: Tensor) -> bool:
+    """The same operations whatever the values are; they copy all rows."""
+    return True
 
 
 def clipped_sum(
@@ -34,7 +47,7 @@ def clipped_sum(
     step: int,
     scale: float = 1.0,
     slots: int = 1,
-    branch_free: bool = False,
+    replacing: Replacing = where_needed,
     norms: NormPrecision = NormPrecision.WIDE,
 ) -> ClippedSum:
     r"""``sum_i c_i P g_i`` over the units (examples or persons) that are present.
@@ -54,8 +67,8 @@ def clipped_sum(
             physical batch has gradients that are B times too small).
         slots: rows of one unit: 1 if the unit is the example, K if it is the person,
             whose rows stand together and are clipped as one.
-        branch_free: do the same operations whatever the values are, as a CUDA graph
-            needs; otherwise the CPU looks whether there is anything to replace.
+        replacing: whether the rows of non-finite examples are replaced. Where it says
+            no although there are such rows, the sum must be thrown away.
         norms: precision of the norms; the bound holds in each.
 
     Guarantees:
@@ -78,7 +91,7 @@ def clipped_sum(
         )
         # what a float32 cannot hold counts as non-finite
         finite = torch.isfinite(sq_norms.sum((0, 1)).float())
-        if branch_free or not bool(finite.all()):
+        if replacing(finite):
             # Replaced, not weighted by zero: 0 * nan is nan and would reach everybody.
             ios = [io.keep(finite) for io in ios]
             sq_norms = torch.where(finite, sq_norms, torch.zeros_like(sq_norms))

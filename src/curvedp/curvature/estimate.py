@@ -8,13 +8,14 @@ per-example losses gives every layer's inputs and output gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from curvedp.barrier import Provenance
 from curvedp.curvature.factors import SHARING, Factor, Factors, factors_of
 from curvedp.curvature.sketch import sketch_of
 from curvedp.curvature.squares import SQUARES, squares_of
@@ -28,6 +29,9 @@ __all__ = ["MOMENTS", "Estimate", "PerExampleLoss", "estimate", "probe_pass"]
 
 #: What is estimated: Kronecker factors, squares of gradients, or where they lie.
 MOMENTS = ("kronecker", *SQUARES, "subspace")
+
+#: What all batches of a probe may take together to be joined to one.
+JOINED_BYTES = 2**28
 
 #: ``(output, targets) -> [B]``.
 PerExampleLoss = Callable[[Any, Any], Tensor]
@@ -83,6 +87,23 @@ class Estimate:
                 "leave mean_loss out; batch-squares are squares of the mean anyway",
             )
 
+    def joined(self, example_bytes: int) -> Estimate:
+        """The same estimate with all its batches as one, where that takes no room.
+
+        A sum of factors does not depend on how its examples are cut, and few launches
+        are faster than many. Not for a public dataset, which may have no more examples
+        than a batch, nor where the batch itself counts.
+
+        Args:
+            example_bytes: what the layers write down of one example.
+        """
+        alike = self.moments == "kronecker" and not self.mean_loss
+        synthetic = self.probe.provenance is Provenance.SYNTHETIC
+        whole = self.size * self.batches
+        if not (alike and synthetic and whole * example_bytes <= JOINED_BYTES):
+            return self
+        return replace(self, size=whole, batches=1)
+
     def of(self, io: LayerIO) -> dict[str, Factor]:
         """What one batch of a layer adds, by first parameter name."""
         if self.moments in SQUARES:
@@ -136,7 +157,7 @@ def probe_pass(
     It stands on the side of the barrier on which the probe stands.
     """
     device = next(model.parameters()).device
-    drawn = draw(how.probe, how.labels, how.size, generator)
+    drawn = draw(how.probe, how.labels, how.size, generator, device)
     inputs = tree_map(lambda x: _placed(x, model, device), drawn.inputs)
     recording = Recording(model, covered, how.size, keep_inputs=True)
     seed = int(torch.randint(2**31, (1,), generator=generator))

@@ -80,14 +80,19 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
         header = read_exactly(stream, 4 * dimensions, path)
         shape = struct.unpack(f">{dimensions}I", header)
         size = math.prod(shape)
+        if 0 in shape[1:]:
+            raise DataError(
+                f"{path}: an example is empty, its shape is {shape[1:]}",
+                "every side of an input is 1 or more",
+            )
         refuse_impossible_size(path, size)
         content = read_exactly(stream, size, path)
         if stream.read(1):
             raise DataError(
                 f"{path}: longer than its header says", "get the file again"
             )
-    # Copied because torch wants memory that it may write to and that has one owner.
-    return np.frombuffer(bytes(content), dtype=np.uint8).reshape(shape).copy()
+    # A bytearray may be written to, as torch wants it: no second copy of large data.
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
 
 def _load_part(folder: Path, part: str) -> ArrayDataset | None:

@@ -11,6 +11,7 @@ import torch
 
 from curvedp.data.source import ArrayDataset, DataSource, Task
 from curvedp.errors import ConfigurationError, DataError, missing_extra
+from curvedp.values import is_whole
 
 __all__ = ["load_image_folder"]
 
@@ -46,7 +47,7 @@ def load_image_folder(
     Raises:
         DataError: If something is undeclared, or a folder or an image is not usable.
     """
-    if not classes or isinstance(classes, str):
+    if not classes or not isinstance(classes, list | tuple):
         raise DataError(
             f"{folder}: the classes are not declared; a list taken from the folders "
             "of private data is a release",
@@ -59,8 +60,16 @@ def load_image_folder(
         )
     names = [str(name) for name in classes]
     if len(set(names)) != len(names):
-        raise DataError(f"{folder}: a class is listed twice: {names}")
-    if channels not in _MODES:
+        raise DataError(
+            f"{folder}: a class is listed twice: {names}", "list every folder once"
+        )
+    for name in names:
+        if name in ("", ".", "..") or set(name) & set("/\\\0"):
+            raise DataError(
+                f"{folder}: {name!r} is not the name of a folder in it",
+                "a class is named by its folder alone, without a path",
+            )
+    if not isinstance(channels, int) or channels not in _MODES:
         raise ConfigurationError(f"channels is {channels}", "1 is grey, 3 is colour")
     height, width = _parse_size(image_size)
     shape = (channels, height, width)
@@ -83,8 +92,10 @@ def load_image_folder(
 
 def _parse_size(image_size: int | Sequence[int]) -> tuple[int, int]:
     sides = (image_size, image_size) if isinstance(image_size, int) else image_size
-    if len(sides) != 2 or not all(
-        isinstance(side, int) and 0 < side <= 4096 for side in sides
+    if (
+        not isinstance(sides, list | tuple)
+        or len(sides) != 2
+        or not all(is_whole(side, 1) and side <= 4096 for side in sides)
     ):
         raise ConfigurationError(
             f"image_size is {image_size!r}", "use one side or two, from 1 to 4096"

@@ -83,19 +83,26 @@ def _load(
         _refuse_unknown_options("digits", load_digits, options)
         return load_digits(with_test=with_test)
     path = Path(spec).expanduser()
-    if not path.exists():
+    if not (path.is_file() or path.is_dir()):  # nor a pipe or a device
         raise DataError(
             f"{spec}: there is no such file or folder",
             "give a path, or the built-in name 'digits'",
         )
     chosen = _recognise(path) if format is None else format
-    if chosen not in FORMATS:
+    if not isinstance(chosen, str) or chosen not in FORMATS:
         raise ConfigurationError(
             f"unknown data format {chosen!r}", f"choose one of: {', '.join(FORMATS)}"
         )
     if path.is_dir() != (chosen in _FOLDER_FORMATS):
         kind = "folder" if chosen in _FOLDER_FORMATS else "file"
-        raise DataError(f"{path}: the format {chosen!r} needs a {kind}")
+        raise DataError(
+            f"{path}: the format {chosen!r} needs a {kind}",
+            f"give a {kind}, or another format= ({', '.join(FORMATS)})",
+        )
+    if not isinstance(options.get("test", ""), str | Path):
+        raise ConfigurationError(
+            f"{path}: test is {options['test']!r}", "give the path of the test file"
+        )
     loader = FORMATS[chosen]
     _refuse_unknown_options(chosen, loader, options)
     return loader(path, **({} if with_test else {"with_test": False}), **options)

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvedp.data.files import MAX_DEFLATE_RATIO
+from curvedp.data.files import MAX_DEFLATE_RATIO, brief, refuse_bomb, refuse_endless
 from curvedp.data.schema import Range, parse_range
 from curvedp.data.source import ArrayDataset, DataSource, Task, parse_task
 from curvedp.errors import DataError
+from curvedp.values import is_whole
 
 __all__ = ["load_npz", "read_npz"]
 
@@ -23,6 +24,7 @@ _PIXEL_LEVELS = 255.0
 _HEADER_ALLOWANCE = 1 << 16
 _MAX_DIMENSIONS = 8
 _TEST_ARRAYS = ("x_test", "y_test")
+_WRITE_AGAIN = "the file is damaged; write it again with numpy.savez_compressed"
 
 
 def load_npz(
@@ -55,6 +57,10 @@ def load_npz(
     Raises:
         DataError: If the file, an array or the declaration is not usable.
     """
+    if num_classes is not None and not is_whole(num_classes):
+        raise DataError(
+            f"{path}: num_classes is {num_classes!r}", "declare a whole number"
+        )
     kind = _declared_task(path, task, num_classes)
     scale = None if target_range is None else parse_range("target_range", target_range)
     arrays = read_npz(path, leave_out=() if with_test else _TEST_ARRAYS)
@@ -84,7 +90,9 @@ def load_npz(
     )
 
 
-def read_npz(path: Path, leave_out: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+def read_npz(
+    path: Path, leave_out: tuple[str, ...] = (), most: int | None = None
+) -> dict[str, np.ndarray]:
     """Read all arrays of an ``.npz`` file without pickle and with bounded memory.
 
     numpy allocates whatever an array's header claims before it reads, so the claim is
@@ -93,18 +101,34 @@ def read_npz(path: Path, leave_out: tuple[str, ...] = ()) -> dict[str, np.ndarra
     Args:
         path: The file.
         leave_out: Names of arrays that are not read.
+        most: Bytes that they may unpack to, where that is known.
 
     Raises:
         DataError: If the archive or an array is damaged, or holds objects.
     """
     arrays: dict[str, np.ndarray] = {}
     try:
+        refuse_endless(path)
         with zipfile.ZipFile(path) as archive:
+            members = {}
             for member in archive.infolist():
-                if member.filename.endswith(".npy"):
-                    name = member.filename.removesuffix(".npy")
-                    if name not in leave_out:
-                        arrays[name] = _read_member(path, archive, member)
+                if not member.filename.endswith(".npy"):
+                    continue
+                name = member.filename.removesuffix(".npy")
+                if name in members:
+                    raise DataError(
+                        f"{path}: array {name!r} is there twice", _WRITE_AGAIN
+                    )
+                members[name] = member
+            wanted = {n: m for n, m in members.items() if n not in leave_out}
+            for name, member in wanted.items():
+                _refuse_impossible(f"{path}: array {name!r}", member)
+            unpacked = sum(member.file_size for member in wanted.values())
+            if most is not None and unpacked > most:
+                raise DataError(f"{path}: larger than {most} bytes", _WRITE_AGAIN)
+            refuse_bomb(path, unpacked, "if you trust it, pack it by numpy.savez")
+            for name, member in wanted.items():
+                arrays[name] = _read_member(path, archive, member)
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -113,22 +137,27 @@ def read_npz(path: Path, leave_out: tuple[str, ...] = ()) -> dict[str, np.ndarra
         OSError,
         RuntimeError,  # an encrypted member, or a packing that this Python lacks
         ValueError,
+        TypeError,  # sizes that are no whole numbers
+        MemoryError,
     ) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(
-            f"{path}: cannot be read as .npz ({error})",
+            f"{path}: cannot be read as .npz ({brief(error) or type(error).__name__})",
             "write it with numpy.savez_compressed",
         ) from error
     return arrays
+
+
+def _refuse_impossible(place: str, member: zipfile.ZipInfo) -> None:
+    if member.file_size > member.compress_size * MAX_DEFLATE_RATIO + _HEADER_ALLOWANCE:
+        raise DataError(f"{place} claims more than the file holds", _WRITE_AGAIN)
 
 
 def _read_member(
     path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo
 ) -> np.ndarray:
     place = f"{path}: array {member.filename.removesuffix('.npy')!r}"
-    if member.file_size > member.compress_size * MAX_DEFLATE_RATIO + _HEADER_ALLOWANCE:
-        raise DataError(f"{place} claims more than the file holds")
     with archive.open(member) as stream:
         version = np.lib.format.read_magic(stream)
         if version == (1, 0):
@@ -136,19 +165,22 @@ def _read_member(
         elif version == (2, 0):
             shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
         else:
-            raise DataError(f"{place} has the unknown format version {version}")
+            raise DataError(
+                f"{place} has the unknown format version {version}", _WRITE_AGAIN
+            )
         if dtype.kind not in "biuf":
             raise DataError(
                 f"{place} has type {dtype}",
                 "only plain numbers are read: objects are pickles, which run code",
             )
+        if not all(is_whole(side) for side in shape) or len(shape) > _MAX_DIMENSIONS:
+            raise DataError(
+                f"{place} claims the dimensions {brief(shape)}", _WRITE_AGAIN
+            )
         if math.prod(shape) * dtype.itemsize > member.file_size - stream.tell():
             raise DataError(
-                f"{place} claims shape {shape}, more than the file holds",
-                "the file is damaged; write it again",
+                f"{place} claims shape {shape}, more than the file holds", _WRITE_AGAIN
             )
-    if len(shape) > _MAX_DIMENSIONS:
-        raise DataError(f"{place} has {len(shape)} dimensions")
     with archive.open(member) as stream:
         return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
 
@@ -219,7 +251,9 @@ def _targets(path: Path, y: np.ndarray, task: Task, scale: Range | None) -> Tens
                 "class labels are one integer for each example",
             )
         if y.dtype == np.uint64 and bool((y > np.iinfo(np.int64).max).any()):
-            raise DataError(f"{path}: a label is too large")
+            raise DataError(
+                f"{path}: a label is too large", "labels lie in 0..num_classes-1"
+            )
         return torch.from_numpy(y.astype(np.int64))
     columns = y[:, None] if y.ndim == 1 else y
     if columns.ndim != 2:

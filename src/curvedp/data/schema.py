@@ -18,7 +18,6 @@ In a config file::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -27,6 +26,7 @@ import numpy as np
 
 from curvedp.data.source import Task, parse_task
 from curvedp.errors import DataError
+from curvedp.values import is_number
 
 __all__ = ["Categories", "Column", "Range", "Schema", "parse_range"]
 
@@ -52,11 +52,11 @@ class Range:
         if not isinstance(self.onto, tuple) or len(self.onto) != 2:
             raise DataError(f"onto is {self.onto!r}", "use two numbers: (0.0, 1.0)")
         limits = (self.low, self.high, *self.onto)
-        if not all(_is_number(value) for value in limits):
+        if not all(is_number(value) for value in limits):
             raise DataError(f"a range's limits are not finite numbers: {limits}")
         if not (self.low < self.high and self.onto[0] < self.onto[1]):
             raise DataError(f"a range is empty: {limits}", "low must be below high")
-        if self.missing is not None and not _is_number(self.missing):
+        if self.missing is not None and not is_number(self.missing):
             raise DataError(f"missing is {self.missing!r}, not a finite number")
 
     @property
@@ -285,11 +285,3 @@ def _texts(name: str, values: object) -> tuple[str, ...]:
 def _text(value: object) -> str:
     # JSON and TOML write truth in lower case; so do tables that come from them.
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _is_number(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )

@@ -119,6 +119,11 @@ class DataSource:
         for part in (self.train, self.test):
             if part is None:
                 continue
+            if part.inputs[:1].numel() == 0:
+                raise DataError(
+                    f"{self.name}: an input is empty, its shape is {self.input_shape}",
+                    "every side of an input is 1 or more",
+                )
             if tuple(part.inputs.shape[1:]) != self.input_shape:
                 raise DataError(
                     f"{self.name}: an input has shape {tuple(part.inputs.shape[1:])} "

@@ -7,7 +7,6 @@ and the column, and never a cell's content.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from curvedp.data.files import bare_suffix, text_lines
+from curvedp.data.files import bare_suffix, brief, text_lines
 from curvedp.data.schema import Categories, Range, Schema
 from curvedp.data.source import ArrayDataset, DataSource, Task
 from curvedp.errors import DataError
+from curvedp.storage import parse_json
 
-__all__ = ["load_table"]
+__all__ = ["RowReader", "load_table", "table_rows"]
 
 _ROWS_PER_BLOCK = 4096
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
@@ -88,21 +88,21 @@ def _is_json(path: Path) -> bool:
 
 
 def _load_part(path: Path, schema: Schema) -> ArrayDataset:
-    rows = _json_rows(path) if _is_json(path) else _csv_rows(path, schema)
-    reader = _RowReader(path, schema)
+    reader = RowReader(path, schema)
     # Blocks of arrays: a Python list of a large table's cells is many times its size.
     inputs: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     used = _ROWS_PER_BLOCK
-    for line, row in rows:
+    for line, row in table_rows(path, schema):
         if used == _ROWS_PER_BLOCK:
             inputs.append(np.zeros((used, schema.num_inputs), np.float32))
             targets.append(np.zeros((used, len(schema.target)), np.float64))
             used = 0
-        reader.read(line, row, inputs[-1][used], targets[-1][used])
+        reader.inputs(line, row, inputs[-1][used])
+        reader.targets(line, row, targets[-1][used])
         used += 1
     if not inputs:
-        raise DataError(f"{path}: the table has no rows")
+        raise DataError(f"{path}: the table has no rows", "give a table with records")
     x, y = np.concatenate(inputs), np.concatenate(targets)
     rows_read = len(x) - _ROWS_PER_BLOCK + used
     x, y = x[:rows_read].copy(), y[:rows_read]
@@ -113,7 +113,7 @@ def _load_part(path: Path, schema: Schema) -> ArrayDataset:
     return ArrayDataset(torch.from_numpy(x), torch.from_numpy(y.astype(np.float32)))
 
 
-class _RowReader:
+class RowReader:
     """Codes one row at a time into slices of the arrays."""
 
     def __init__(self, path: Path, schema: Schema) -> None:
@@ -128,10 +128,8 @@ class _RowReader:
             if isinstance(column, Categories)
         }
 
-    def read(
-        self, line: int, row: Mapping[str, Any], x: np.ndarray, y: np.ndarray
-    ) -> None:
-        """Fill ``x`` and ``y`` from one row."""
+    def inputs(self, line: int, row: Mapping[str, Any], x: np.ndarray) -> None:
+        """Fill ``x`` from the declared input columns of one row."""
         at = 0
         for name, column in self._schema.columns.items():
             cell = self._cell(line, row, name)
@@ -143,6 +141,9 @@ class _RowReader:
                 if place is not None:
                     x[at + place] = 1.0
             at += column.width
+
+    def targets(self, line: int, row: Mapping[str, Any], y: np.ndarray) -> None:
+        """Fill ``y`` from the target columns of one row."""
         for at, name in enumerate(self._schema.target):
             y[at] = self._target(line, name, self._cell(line, row, name))
 
@@ -174,12 +175,12 @@ class _RowReader:
                     line, name, "is empty", "declare missing=... for this column"
                 )
             return missing
+        if not _is_plain(cell):
+            raise self._offence(line, name, "is not a number")
         try:
-            if isinstance(cell, str | int | float):
-                return float(cell)
+            return float(cell)  # type: ignore[arg-type]
         except (ValueError, OverflowError):
-            pass
-        raise self._offence(line, name, "is not a number")
+            raise self._offence(line, name, "is not a number") from None
 
     def _offence(
         self, line: int, name: str, problem: str, advice: str = ""
@@ -190,6 +191,13 @@ class _RowReader:
         )
 
 
+def _is_plain(cell: object) -> bool:
+    """Whether a cell may be a number; 1_0 and digits of other scripts are none."""
+    if isinstance(cell, str):
+        return cell.isascii() and "_" not in cell
+    return isinstance(cell, int | float)
+
+
 def _word(cell: object) -> str:
     """A cell as the word that classes and categories are compared with."""
     if isinstance(cell, bool):
@@ -197,7 +205,28 @@ def _word(cell: object) -> str:
     return "" if cell is None else str(cell).strip()
 
 
-def _csv_rows(path: Path, schema: Schema) -> Iterator[tuple[int, dict[str, str]]]:
+def table_rows(
+    path: Path, schema: Schema, *, with_targets: bool = True
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The rows of a table by column, each with the number of its line.
+
+    Args:
+        path: The file.
+        schema: What is declared about it.
+        with_targets: Whether the target columns have to be there as well.
+
+    Raises:
+        DataError: If the file is not a table, or a declared column is absent.
+    """
+    if _is_json(path):
+        return _json_rows(path)
+    names = (*schema.columns, *(schema.target if with_targets else ()))
+    return _csv_rows(path, schema, names)
+
+
+def _csv_rows(
+    path: Path, schema: Schema, names: tuple[str, ...]
+) -> Iterator[tuple[int, dict[str, str]]]:
     mark = schema.comment
     # A comment becomes an empty line, which is skipped below but still counted.
     lines = (
@@ -215,8 +244,10 @@ def _csv_rows(path: Path, schema: Schema) -> Iterator[tuple[int, dict[str, str]]
             if header is None:
                 header = tuple(cell.strip() for cell in cells)
                 if len(set(header)) != len(header):
-                    raise DataError(f"{path}: the header names a column twice")
-                _refuse_unknown_columns(path, schema, header)
+                    raise DataError(
+                        f"{path}: the header names a column twice", "rename one of them"
+                    )
+                _refuse_unknown_columns(path, names, header)
                 continue
             if len(cells) != len(header):
                 raise DataError(
@@ -227,18 +258,20 @@ def _csv_rows(path: Path, schema: Schema) -> Iterator[tuple[int, dict[str, str]]
             yield line, dict(zip(header, cells, strict=True))
     except csv.Error as error:
         raise DataError(
-            f"{path}, line {reader.line_num}: malformed CSV ({error})"
+            f"{path}, line {reader.line_num}: malformed CSV ({error})",
+            "are the quotes balanced, and is the delimiter declared?",
         ) from error
 
 
 def _refuse_unknown_columns(
-    path: Path, schema: Schema, header: tuple[str, ...]
+    path: Path, names: tuple[str, ...], header: tuple[str, ...]
 ) -> None:
-    absent = [name for name in (*schema.columns, *schema.target) if name not in header]
+    absent = [name for name in names if name not in header]
     if absent:
         raise DataError(
             f"{path}: the header has no column {absent[0]!r}",
-            f"its columns are {list(header)}; if the first row is data, declare header",
+            f"its columns are {brief(list(header), 1000)}; if the first row is data, "
+            "declare header",
         )
 
 
@@ -247,12 +280,20 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not text.strip():
             continue
         try:
-            row = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {line}: malformed JSON") from error
+            row = parse_json(text, constants=True)
+        except ValueError as error:
+            raise DataError(
+                f"{path}, line {line}: malformed JSON ({_reason(error)})",
+                'one record per line: {"age": 41, "label": "yes"}',
+            ) from error
         if not isinstance(row, dict):
             raise DataError(
                 f"{path}, line {line}: not a JSON object",
                 'one record per line: {"age": 41, "label": "yes"}',
             )
         yield line, row
+
+
+def _reason(error: ValueError) -> str:
+    """Why it is no JSON; a decoder's message names a place, and never a cell."""
+    return brief(getattr(error, "msg", error))

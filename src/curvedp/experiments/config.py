@@ -21,6 +21,7 @@ In a config file::
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -87,6 +88,7 @@ _RUN_TYPES: dict[str, tuple[type, ...]] = {
     "loss": (str,),
     "show_private_training_loss": (bool,),
 }
+_DEEPEST = 8
 _WORDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 
 
@@ -166,6 +168,16 @@ class RunConfig:
             raise ConfigurationError(
                 "the run names no data", "give --data digits, a file or a folder"
             )
+        for name in ("model", "recipe", "public_data", "validation_data"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)!r}", "give a name as text"
+                )
+        for name in (*_OPTIONS.values(), "privacy"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigurationError(f"{name} is no table", "give names and values")
+        for item in fields(self):
+            _refuse_absurd(item.name, getattr(self, item.name))
         _check_types("privacy", self.privacy, _PRIVACY_TYPES)
         _check_types("run", self._run_settings(), _RUN_TYPES)
         self.configured_recipe()
@@ -249,7 +261,7 @@ class RunConfig:
         _refuse_unknown("[run]", run, list(_RUN_TYPES))
         if isinstance(run.get("metrics"), str):
             run["metrics"] = [run["metrics"]]
-        if "metrics" in run:
+        if isinstance(run.get("metrics"), list):
             run["metrics"] = tuple(run["metrics"])
         given = {k: v for k, v in {**given, **run}.items() if v is not None}
         return cls(**{"data": "", **given})
@@ -262,7 +274,9 @@ class RunConfig:
     def from_json(cls, stored: Mapping[str, Any]) -> RunConfig:
         """Read what :meth:`to_json` wrote."""
         _refuse_unknown("the stored run", stored, [f.name for f in fields(cls)])
-        return cls(**{**stored, "metrics": tuple(stored.get("metrics", ()))})
+        metrics = stored.get("metrics", [])
+        given = tuple(metrics) if isinstance(metrics, list) else metrics
+        return cls(**{**stored, "metrics": given})
 
     def settled(self) -> RunConfig:
         """With every default that must not change later: seed, sampling, full paths."""
@@ -368,6 +382,22 @@ def _check_types(
             raise ConfigurationError(
                 f"{name} is {value!r}", f"use {_WORDS.get(wanted[0], 'a list')}"
             )
+
+
+def _refuse_absurd(name: str, value: Any, depth: int = 0) -> None:
+    """Refuse numbers that no setting has, and tables within tables within tables."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigurationError(f"{name} is a number of 64 bits or more", "use less")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigurationError(f"{name} has the value {value}", "use a finite number")
+    if depth > _DEEPEST:
+        raise ConfigurationError(f"{name} is nested too deeply", "use plain values")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _refuse_absurd(f"{name}.{str(key)[:40]}", item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _refuse_absurd(name, item, depth + 1)
 
 
 def _one_of(what: str, names: Any, known: Any) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from curvedp import data as datasets
-from curvedp.data import Range, Schema
-from curvedp.data.files import bare_suffix, text_lines
+from curvedp.data import Schema
+from curvedp.data.files import bare_suffix
 from curvedp.data.npz import read_npz
+from curvedp.data.table import RowReader, table_rows
 from curvedp.errors import DataError
 from curvedp.experiments.runs import Trained
 
@@ -37,7 +36,7 @@ def read_inputs(trained: Trained, path: Path | None) -> Tensor:
     """
     if path is None:
         inputs = _test_inputs(trained)
-    elif not path.exists():
+    elif not (path.is_file() or path.is_dir()):
         raise DataError(f"{path}: there is no such file or folder", "is it spelt so?")
     elif path.is_dir():
         source = datasets.load(path, **trained.config.data_options)
@@ -97,65 +96,12 @@ def _schema(trained: Trained) -> Schema:
 
 
 def _table_inputs(path: Path, schema: Schema) -> Tensor:
-    rows = [_coded(path, line, row, schema) for line, row in _rows(path, schema)]
+    if bare_suffix(path) == ".tsv":
+        schema = replace(schema, delimiter="\t")
+    reader, rows = RowReader(path, schema), []
+    for line, row in table_rows(path, schema, with_targets=False):
+        rows.append(np.zeros(schema.num_inputs, np.float32))
+        reader.inputs(line, row, rows[-1])
     if not rows:
-        raise DataError(f"{path}: the table has no rows")
-    return torch.tensor(rows, dtype=torch.float32)
-
-
-def _rows(path: Path, schema: Schema) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    lines = text_lines(path)
-    if bare_suffix(path) in (".jsonl", ".ndjson"):
-        for number, text in enumerate(lines, start=1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: malformed JSON") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: not a JSON object")
-            yield number, row
-        return
-    mark = schema.comment
-    reader = csv.DictReader(
-        ("\n" if mark and line.startswith(mark) else line for line in lines),
-        fieldnames=schema.header,
-        delimiter="\t" if bare_suffix(path) == ".tsv" else schema.delimiter,
-        skipinitialspace=True,
-        strict=True,
-    )
-    try:
-        for row in reader:
-            yield reader.line_num, {k.strip(): v for k, v in row.items() if k}
-    except csv.Error as error:
-        raise DataError(
-            f"{path}, line {reader.line_num}: malformed CSV ({error})"
-        ) from error
-
-
-def _coded(
-    path: Path, line: int, row: Mapping[str, Any], schema: Schema
-) -> list[float]:
-    coded: list[float] = []
-    for name, column in schema.columns.items():
-        if name not in row:
-            raise DataError(f"{path}, line {line}: the column {name!r} is absent")
-        cell = row[name]
-        text = str(cell).lower() if isinstance(cell, bool) else str(cell).strip()
-        if isinstance(column, Range):
-            coded.append(_scaled(f"{path}, line {line}", name, cell, column, schema))
-        else:
-            coded += [float(text == word) for word in column.names]
-    return coded
-
-
-def _scaled(place: str, name: str, cell: Any, column: Range, schema: Schema) -> float:
-    if cell is None or str(cell).strip() in schema.missing_marks:
-        if column.missing is None:
-            raise DataError(f"{place}: {name!r} is empty", "declare missing = ...")
-        return column.scale(column.missing)
-    try:
-        return column.scale(float(cell))
-    except (TypeError, ValueError):
-        raise DataError(f"{place}: {name!r} is not a number") from None
+        raise DataError(f"{path}: the table has no rows", "give a table with records")
+    return torch.from_numpy(np.stack(rows))

@@ -84,6 +84,7 @@ class Preview:
             "delta": None if self.plan is None else self.plan.delta,
             "relation": None if self.plan is None else self.plan.relation.value,
             "sigma": None if self.plan is None else self.plan.noise_multiplier,
+            "noise": _noise_facts(self.plan),
             "steps": self.sampling.steps,
             "sample_rate": self.sampling.sample_rate,
             "expected_batch_size": self.sampling.expected_batch_size,
@@ -99,6 +100,13 @@ class Preview:
         if not self.private:
             document["label"] = NOT_PRIVATE
         return document
+
+
+def _noise_facts(plan: Plan | None) -> dict[str, Any] | None:
+    """Of correlated noise; None where it is independent."""
+    if plan is None or plan.correlation is None:
+        return None
+    return {**plan.correlation.facts(), "rounds": plan.rounds}
 
 
 def preview_run(built: BuiltRun) -> Preview:
@@ -233,7 +241,8 @@ def _stand_in(
     """A trainer of a copy of the model, and synthetic rows in the place of data."""
     synthetic = _synthetic(built, rows)
     probes = None
-    recipe = replace(recipe, pretraining=None)  # before the steps
+    # before the steps; and noise takes little of one
+    recipe = replace(recipe, pretraining=None, correlation=None, search={})
     if recipe.curvature is not None and recipe.curvature.probe in ("public", "oracle"):
         recipe = recipe.configure(probe="public")
         probes = PublicProbe(synthetic, allow_repeats=True)

@@ -11,7 +11,12 @@ from typing import Any
 from torch import nn
 
 from curvedp.accounting import Ledger, read_ledger
-from curvedp.errors import CheckpointError, CurvedpError, DataError
+from curvedp.errors import (
+    CheckpointError,
+    ConfigurationError,
+    CurvedpError,
+    DataError,
+)
 from curvedp.experiments.building import (
     BuiltRun,
     ModelShape,
@@ -190,7 +195,13 @@ def resume_run(
         folder.config = folder.config.on(device)
     stored = folder.read_result()
     if stored is not None:
-        return _stored_result(folder, stored)
+        try:
+            return _stored_result(folder, stored)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigurationError(
+                f"{folder.result} is damaged or foreign: {error!r}",
+                "remove it and resume the run; its checkpoint is untouched",
+            ) from error
     with sole_writer(run_dir):
         folder.clear_leftovers()
         folder.refuse_lost_ledger()

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from curvedp.layers.costs import DenseShape, NormMethod, chunk_rows, writes_down
+from curvedp.layers.gram import gram_sum
 from curvedp.layers.io import DirectIO, LayerIO, replace_examples
 from curvedp.layers.precision import (
     ROUNDING,
@@ -64,7 +65,7 @@ class Geometry(ABC):
 
     @abstractmethod
     def weight_sum(self, x: Tensor, d: Tensor) -> Tensor:
-        """``sum_i sum_t d_t a_t^T`` in the weight's shape; ``d`` is scaled already."""
+        """``sum_i sum_t d_t a_t^T`` in the weight's shape; one is scaled already."""
 
     @abstractmethod
     def weight_shape(self) -> torch.Size:
@@ -162,14 +163,21 @@ class DenseIO(LayerIO):
         weight_sum: Tensor | None = None
         bias_sum: Tensor | None = None
         dtype = dtype or compute_dtype(self.calls[0][1])
+        weights = weights.to(dtype)
         for x, d in self.calls:
-            scale = weights.to(dtype).reshape(-1, *([1] * (d.dim() - 1)))
-            scaled = d.to(dtype) * scale
-            part = self.geometry.weight_sum(x.to(dtype), scaled)
+            x, d = x.to(dtype), d.to(dtype)
+            if x.numel() < d.numel():  # which is the shorter pass over memory
+                scaled_x, scaled_d = _scaled(x, weights), d
+            else:
+                scaled_x, scaled_d = x, _scaled(d, weights)
+            part = self.geometry.weight_sum(scaled_x, scaled_d)
             weight_sum = part if weight_sum is None else weight_sum + part
             if self.bias is not None:
-                rows = self.geometry.output_rows(scaled)  # [B, G, T, r]
-                part = rows.sum((0, 2)).flatten()
+                rows = self.geometry.output_rows(scaled_d)  # [B, G, T, r]
+                if scaled_d is d:
+                    part = torch.tensordot(weights, rows.sum(2), 1).flatten()
+                else:
+                    part = rows.sum((0, 2)).flatten()
                 bias_sum = part if bias_sum is None else bias_sum + part
         assert weight_sum is not None
         sums = {self.weight: weight_sum}
@@ -242,19 +250,18 @@ def outer_sq_norms(
     """
     t, p, r = a.shape[2], a.shape[3], d.shape[3]
     ones = 1.0 if bias else 0.0
-    sq_a, sq_d = sq_length(a) + ones * t, sq_length(d)  # [B, G]
-    spread = (sq_a * sq_d).sum(1)
     if t == 1:  # the norm of an outer product
-        return spread
+        return _sq_spread(a, d, bias)
     u, in_sum = unit(a), (t + 8) * ROUNDING[summed_in]
     if method is NormMethod.GRAM:
-        kernel = (product(a, a.mT) + ones) * product(d, d.mT)
-        # a row at a time, and then all of them: two sums of T terms
-        gram = kernel.sum(-1).sum((1, 2)).clamp_min(0)
-        tiny = t * TINY[kernel.dtype] * (p * sq_d + r * sq_a + t).sum(1)
+        gram, sq_a, sq_d = gram_sum(a, d, lambda products, i, j: products + ones)
+        sq_a = sq_a + ones * t
+        spread = (sq_a * sq_d).sum(1)
+        tiny = t * TINY[gram.dtype] * (p * sq_d + r * sq_a + t).sum(1)
         hidden = gamma(p + r + 2 * t + a.shape[1] + 8, u) * spread + tiny
-        squares = gram.double() + hidden
+        squares = gram.clamp_min(0).double() + hidden
     else:
+        spread = _sq_spread(a, d, bias)
         column = d.sum(2, keepdim=True, dtype=_wide(d))
         exact = (sq_length(product(d.mT, a)) + ones * sq_length(column)).sum(1)
         hidden = gamma(t + 8, u) * spread.sqrt()
@@ -268,6 +275,11 @@ def _sq_spread(a: Tensor, d: Tensor, bias: bool) -> Tensor:
     """``S^2``; groups are disjoint parts of ``g_i``."""
     ones = float(a.shape[2]) if bias else 0.0
     return ((sq_length(a) + ones) * sq_length(d)).sum(1)
+
+
+def _scaled(x: Tensor, weights: Tensor) -> Tensor:
+    """``c_i x_i``."""
+    return x * weights.reshape(-1, *([1] * (x.dim() - 1)))
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -1,4 +1,10 @@
-"""Models of the user's own, by the name of what makes them: ``module:factory``."""
+"""Models of the user's own, by the name of what makes them: ``module:factory``.
+
+Such a name may stand in a config file or a run folder that somebody else wrote, and
+with it comes the right to call what it names. So it cannot name the standard library or
+the packages that curvedp stands on, whose functions start programs and read pickles;
+layers of torch it can.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +15,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from curvedp.errors import ConfigurationError, CurvedpError
 
 __all__ = ["call_factory", "is_factory"]
+
+
+#: Of these nothing but torch modules is called.
+_NO_FACTORIES = frozenset(
+    {*sys.stdlib_module_names, *sys.builtin_module_names, "curvedp", "torch", "numpy",
+     "scipy", "dp_accounting", "typer", "click", "rich", "optuna", "sqlalchemy", "PIL",
+     "matplotlib", "safetensors", "setuptools", "pip", "pytest"}
+)  # fmt: skip
 
 
 def is_factory(name: str) -> bool:
@@ -50,6 +66,18 @@ def call_factory(
 
 def _import_factory(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
+    root = module_name.partition(".")[0]
+    no_factory = ConfigurationError(
+        f"the model {name} is no model: {root!r} is a library",
+        "name a module of your own that makes the model: module:factory",
+    )
+    if root in sys.stdlib_module_names or root in sys.builtin_module_names:
+        raise no_factory  # not even imported
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigurationError(
+            f"the model {name} cannot be imported: {module_name!r} names no module",
+            "write module:factory, with dots and no slashes in the module's name",
+        )
     here = str(Path.cwd())
     if here not in sys.path:  # a console script does not have it, `python -m` does
         sys.path.insert(0, here)
@@ -62,8 +90,12 @@ def _import_factory(name: str) -> Callable[..., Any]:
         ) from error
     except AttributeError as error:
         raise ConfigurationError(
-            f"the module {module_name!r} has no {attribute!r}", advice
+            f"the model {name} is not there: {module_name!r} has no {attribute!r}",
+            advice,
         ) from error
+    is_layer = isinstance(factory, type) and issubclass(factory, nn.Module)
+    if root in _NO_FACTORIES and not is_layer:
+        raise no_factory
     if not callable(factory):
         raise ConfigurationError(f"{name} cannot be called", advice)
     made: Callable[..., Any] = factory

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from curvedp.errors import ConfigurationError
@@ -25,6 +28,12 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "vit": vit,
     "wrn-16-4": wrn_16_4,
 }
+
+
+#: From here on a model's memory is reckoned before it is made.
+_CHECKED_FROM = 4096
+#: Layers one after the other; more would take hours to make and never learn.
+_DEEPEST = 10_000
 
 
 def names() -> tuple[str, ...]:
@@ -73,7 +82,32 @@ def build(
             f"the model {name!r} with inputs {shape} and {num_outputs} outputs",
             "all sizes are 1 or more",
         )
+    sizes = [*settings.values(), num_outputs, math.prod(shape)]
+    if any(isinstance(n, int) and n > _CHECKED_FROM for n in sizes):
+        _refuse_giants(name, lambda: builder(shape, num_outputs, **settings))
     return builder(shape, num_outputs, **settings)
+
+
+def _refuse_giants(name: str, make: Callable[[], nn.Module]) -> None:
+    """Refuse a model that the machine's memory cannot hold, before it is made."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            weights = list(make().parameters())
+        needed = sum(weight.numel() * weight.element_size() for weight in weights)
+    except (RuntimeError, OverflowError, TypeError):  # a tensor beyond all memory
+        needed = 2**63
+    if needed > _memory_bytes():
+        raise ConfigurationError(
+            f"the model {name!r} with these sizes takes more memory than there is",
+            "use smaller sizes, or fewer outputs",
+        )
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # a system that does not say
+        return 2**40
 
 
 def _builder(name: str) -> Callable[..., nn.Module]:
@@ -91,4 +125,8 @@ def _check_type(model: str, key: str, value: object, default: object) -> None:
     if not fits or (isinstance(value, bool) and wanted is not bool):
         raise ConfigurationError(
             f"the model {model!r} has {key}={value!r}", f"use a value like {default!r}"
+        )
+    if key == "depth" and isinstance(value, int) and value > _DEEPEST:
+        raise ConfigurationError(
+            f"the model {model!r} has {key}={value}", f"use at most {_DEEPEST}"
         )

@@ -17,6 +17,8 @@ the secret part from a cryptographic generator. A mechanism asks either of them 
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -44,11 +46,12 @@ class Stream(Enum):
     VALIDATION = 6
     VIEWS = 7
     PRETRAINING = 8
+    GROUPS = 9
 
     @property
     def is_secret(self) -> bool:
         """Whether knowing the stream would undo the guarantee."""
-        return self in (Stream.NOISE, Stream.SAMPLING)
+        return self in (Stream.NOISE, Stream.SAMPLING, Stream.GROUPS)
 
 
 class RandomStreams:
@@ -80,8 +83,11 @@ class RandomStreams:
             if unsafe_reproducible_noise is None
             else int(unsafe_reproducible_noise)
         )
+        self._groups = self._secret
+        self._past: dict[int, int] = {}
         self._drawn: set[tuple[int, ...]] = set()
         self._graphed: GraphedNormals | None = None
+        self._process = os.getpid()
 
     def draw_in_graphs(self) -> None:
         """Draw noise on a GPU in one launch: the same numbers with less waiting."""
@@ -94,6 +100,7 @@ class RandomStreams:
             CurvedpError: noise was drawn at this address before.
         """
         if stream is Stream.NOISE:
+            self._refuse_fork()
             if address in self._drawn:
                 raise drawn_before(address)
             self._drawn.add(address)
@@ -140,6 +147,63 @@ class RandomStreams:
         noise = torch._foreach_mul(self._normals_like(plain, generator), std)
         return dict(zip(values, torch._foreach_add(plain, noise), strict=True)), std
 
+    def standard_normals(
+        self, values: Sequence[Tensor], *at: int, again: bool = False
+    ) -> list[Tensor]:
+        """Standard normals in the shapes of some tensors; the next call may reuse them.
+
+        Args:
+            values: for shapes, dtypes and device.
+            at: address of the noise: step and attempt.
+            again: what was drawn at that address, to take its part in the noise of
+                another step (:mod:`curvedp.noise.correlated`). Releasing it twice would
+                undo it.
+
+        Raises:
+            CurvedpError: noise was drawn at this address before.
+        """
+        if again:
+            self._refuse_fork()
+            entropy = self._past.get(at[0], self._secret)
+            sequence = np.random.SeedSequence(
+                entropy, spawn_key=(Stream.NOISE.value, *at)
+            )
+            generator = np.random.Generator(np.random.Philox(sequence))
+        else:
+            generator = self.generator(Stream.NOISE, *at)
+        return self._normals_like(values, generator)
+
+    def reveal_secret(self) -> int:
+        """The entropy of noise and sampling. Whoever has it can undo the guarantee.
+
+        Correlated noise needs it to go on after a crash. It is stored apart from all
+        that is shared, for as long as the run goes on (:mod:`curvedp.train.secret`).
+        """
+        self._refuse_fork()
+        return self._secret
+
+    def continue_run(self, groups: int, past: Mapping[int, int]) -> None:
+        """Know what earlier sittings of the same run have drawn.
+
+        New noise and sampling keep the entropy of this sitting, so that nothing is ever
+        drawn twice, whatever was restored from where.
+
+        Args:
+            groups: entropy of the sitting that drew the groups of examples.
+            past: entropy with which the noise of each earlier step was drawn.
+        """
+        if self._drawn or self.is_unsafe:
+            raise CurvedpError("these streams have drawn noise of their own already")
+        self._groups, self._past = groups, dict(past)
+
+    def fingerprint(self) -> str:
+        """A public name of how groups are drawn, which tells nothing else of it.
+
+        The entropy has 256 bits, so that nobody finds it by its hash.
+        """
+        data = self._groups.to_bytes(64, "big")
+        return hashlib.sha256(b"curvedp groups" + data).hexdigest()[:16]
+
     def _normals_like(
         self, values: Sequence[Tensor], generator: np.random.Generator
     ) -> list[Tensor]:
@@ -162,7 +226,18 @@ class RandomStreams:
         self, stream: Stream, address: tuple[int, ...]
     ) -> np.random.SeedSequence:
         entropy = self._secret if stream.is_secret else self.seed
+        if stream is Stream.GROUPS:
+            entropy = self._groups
         return np.random.SeedSequence(entropy, spawn_key=(stream.value, *address))
+
+    def _refuse_fork(self) -> None:
+        """A forked process has the same secret, and would draw the same noise."""
+        if os.getpid() != self._process:
+            raise CurvedpError(
+                "these random streams belong to the process that was forked; noise "
+                "drawn in both would be the same, and two releases would cancel it",
+                "make the run private in the process that trains it",
+            )
 
     def __repr__(self) -> str:
         kind = "unsafe, reproducible" if self.is_unsafe else "operating system"

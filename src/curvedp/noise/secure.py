@@ -54,6 +54,7 @@ class SecureStreams(RandomStreams):
         grid = Grid.of(multiplier * bound)
         sizes = [value.numel() for value in values.values()]
         std = grid.widened(multiplier, bound, sum(sizes))
+        self._refuse_fork()
         if at in self._drawn:
             raise drawn_before(at)
         self._drawn.add(at)

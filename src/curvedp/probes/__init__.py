@@ -4,7 +4,7 @@ A :class:`Probe` makes inputs, a :class:`LabelRule` labels, and :func:`draw` joi
 All of them draw from the generator that they are given and from nothing else.
 """
 
-from curvedp.probes.base import JSON, LabelledProbe, Probe
+from curvedp.probes.base import JSON, LabelledProbe, Probe, StagedProbe
 from curvedp.probes.documents import HashedDocumentProbe, Hashing
 from curvedp.probes.drawing import ProbeDraw, draw
 from curvedp.probes.embedded import EmbeddingTokenProbe
@@ -53,6 +53,7 @@ __all__ = [
     "PublicProbe",
     "RangeColumn",
     "RankLaw",
+    "StagedProbe",
     "TokenProbe",
     "TokenSpec",
     "UniformLabels",

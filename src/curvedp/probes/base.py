@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeAlias, Union, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from curvedp.barrier import Provenance
 from curvedp.layers import Batch
 
-__all__ = ["JSON", "LabelledProbe", "Probe"]
+__all__ = ["JSON", "LabelledProbe", "Probe", "StagedProbe"]
 
 #: What ``describe`` returns: plain values for a ledger or a plan.
 JSON: TypeAlias = Union[bool, int, float, str, "list[JSON]", "dict[str, JSON]", None]
@@ -57,4 +58,21 @@ class LabelledProbe(Probe, Protocol):
 
     def labelled(self, size: int, generator: torch.Generator) -> Batch:
         """The examples that ``inputs`` gives for the same generator, with labels."""
+        ...
+
+
+@runtime_checkable
+class StagedProbe(Probe, Protocol):
+    """A probe whose draws are few numbers beside the work that is done with them.
+
+    ``inputs`` is ``finished(drawn(size, generator))``. The draws are the same on every
+    machine, and a GPU may do the work.
+    """
+
+    def drawn(self, size: int, generator: torch.Generator) -> Tensor:
+        """All that is drawn, on the CPU."""
+        ...
+
+    def finished(self, drawn: Tensor) -> Any:
+        """Inputs from it, on the device that it was moved to."""
         ...

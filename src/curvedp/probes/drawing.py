@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvedp.errors import ConfigurationError
-from curvedp.probes.base import LabelledProbe, Probe
+from curvedp.probes.base import LabelledProbe, Probe, StagedProbe
 from curvedp.probes.labels import LabelRule, OwnLabels
 
 __all__ = ["IGNORED", "ProbeDraw", "draw"]
@@ -23,7 +23,7 @@ class ProbeDraw:
     """Inputs of a probe batch, and the way to their targets.
 
     Attributes:
-        inputs: A tensor, a tuple or a mapping of tensors, on the CPU.
+        inputs: A tensor, a tuple or a mapping of tensors.
         labels: The rule that gives the targets.
         generator: The rule draws from it.
         own: The labels that the examples came with, where the rule asks for them.
@@ -58,7 +58,11 @@ class ProbeDraw:
 
 
 def draw(
-    probe: Probe, labels: LabelRule, size: int, generator: torch.Generator
+    probe: Probe,
+    labels: LabelRule,
+    size: int,
+    generator: torch.Generator,
+    device: torch.device | None = None,
 ) -> ProbeDraw:
     """Draw inputs, and labels too where the rule is that they are the probe's own.
 
@@ -67,8 +71,13 @@ def draw(
         labels: How the labels are found.
         size: Number of examples.
         generator: On the CPU; inputs first, then labels draw from it.
+        device: Where inputs will be needed: what is left to do to draws is done there,
+            and such inputs are there already.
     """
     if not isinstance(labels, OwnLabels):
+        if device is not None and isinstance(probe, StagedProbe):
+            drawn = probe.drawn(size, generator).to(device)
+            return ProbeDraw(probe.finished(drawn), labels, generator)
         return ProbeDraw(probe.inputs(size, generator), labels, generator)
     if not isinstance(probe, LabelledProbe):
         raise ConfigurationError(

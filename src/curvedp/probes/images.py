@@ -101,14 +101,21 @@ class ImageProbe:
 
     def inputs(self, size: int, generator: torch.Generator) -> Tensor:
         """Images ``[size, C, H, W]``, float32."""
+        return self.finished(self.drawn(size, generator))
+
+    def drawn(self, size: int, generator: torch.Generator) -> Tensor:
+        """White noise ``[size, C, H, W]``, which :meth:`finished` colours."""
         check_draw(size, generator)
+        return torch.randn((size, *self.shape), generator=generator)
+
+    def finished(self, drawn: Tensor) -> Tensor:
+        """Images from white noise, wherever it lies; no draw is left."""
         _, height, width = self.shape
-        white = torch.randn((size, *self.shape), generator=generator)
-        spectrum = torch.fft.rfft2(white) * self._amplitudes()
-        noise = torch.fft.irfft2(spectrum, s=(height, width))
-        unit = self._normalised(noise)
-        std = self._per_channel("std", self.std, above=0.0)
-        return unit * std + self._per_channel("mean", self.mean, above=None)
+        spectrum = torch.fft.rfft2(drawn) * self._amplitudes().to(drawn.device)
+        unit = self._normalised(torch.fft.irfft2(spectrum, s=(height, width)))
+        std = self._per_channel("std", self.std, above=0.0).to(drawn.device)
+        mean = self._per_channel("mean", self.mean, above=None).to(drawn.device)
+        return unit * std + mean
 
     def describe(self) -> dict[str, JSON]:
         """Shape, power, normalisation."""

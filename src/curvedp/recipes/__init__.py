@@ -1,12 +1,15 @@
 """One method, one page. A new method is a file here and a line in ``_PAGES``."""
 
 from curvedp.errors import ConfigurationError
+from curvedp.plan import Correlation
 from curvedp.recipes import (
     adadps,
     disk,
     dp_adam,
     dp_adambc,
     dp_adamw,
+    dp_bandmf,
+    dp_bandmf_adam,
     dp_fedgd,
     dp_fedkfc,
     dp_fednew,
@@ -33,6 +36,7 @@ __all__ = [
     "FEDERATED_RECIPES",
     "RECIPES",
     "Choice",
+    "Correlation",
     "Curvature",
     "Pretraining",
     "Range",
@@ -55,6 +59,8 @@ _PAGES = (
     dp_ngd,
     adadps,
     gep,
+    dp_bandmf,
+    dp_bandmf_adam,
     dp_soap,
     dp_sgd_pt,
     non_private,

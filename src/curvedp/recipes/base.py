@@ -16,6 +16,7 @@ from torch import nn
 
 from curvedp.clipping import ClippingRule, clipping_rule
 from curvedp.errors import ConfigurationError
+from curvedp.plan import Correlation
 from curvedp.recipes.curvature import Curvature
 from curvedp.recipes.pretraining import Pretraining
 from curvedp.recipes.search import Range, SearchSpace
@@ -40,6 +41,7 @@ _FIXED = {
     "chain",
     "optimiser",
     "curvature",
+    "correlation",
     "pretraining",
     "modes",
     "search",
@@ -69,6 +71,8 @@ class Recipe:
         chain: transforms on the released gradient. Their fields are settings of the
             recipe, by the same names.
         curvature: how gradients are whitened before clipping; None leaves them alone.
+        correlation: how the noise of different steps is correlated; None draws it
+            independently.
         pretraining: how parameters are trained on public data before the first private
             step; None starts from those that the model has.
         modes: further sets of defaults by name, for ``configure(mode=...)``.
@@ -87,6 +91,7 @@ class Recipe:
     clip_norm: float = 1.0
     chain: Chain = field(default_factory=Chain)
     curvature: Curvature | None = None
+    correlation: Correlation | None = None
     pretraining: Pretraining | None = None
     modes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     search: SearchSpace = field(default_factory=dict)
@@ -105,6 +110,7 @@ class Recipe:
                 f"recipe {self.name!r} has two settings called {', '.join(twice)}",
                 "rename the field of the transform",
             )
+        self._check_correlation()
 
     def configure(self, mode: str | None = None, **settings: Any) -> Recipe:
         """The same method with other settings; None leaves a setting as it is."""
@@ -125,6 +131,25 @@ class Recipe:
         configured.clipping_rule()
         return configured
 
+    def _check_correlation(self) -> None:
+        """Refuse what does not go with noise that later steps take back."""
+        if self.correlation is None:
+            return
+        if self.chain.reads_noise and not self.chain.transforms[0].reads_noise:
+            raise ConfigurationError(
+                "a transform before the one that corrects for noise averages over "
+                "steps, and takes their noise for independent",
+                "put the one that corrects for noise first, or use a recipe with "
+                "independent noise",
+            )
+        if self.curvature is not None and self.curvature.from_releases:
+            raise ConfigurationError(
+                f"probe = {self.curvature.probe!r} learns curvature from releases and "
+                "takes their noise out as if that of every step were its own",
+                "use probe = 'synthetic' or 'public', or a recipe with independent "
+                "noise",
+            )
+
     def then(self, *transforms: Transform) -> Recipe:
         """The same method with further transforms after its own."""
         return replace(self, chain=Chain((*self.chain.transforms, *transforms)))
@@ -143,12 +168,15 @@ class Recipe:
         inner = {k: v for k, v in given.items() if k in names}
         after = {k: v for k, v in given.items() if k in self.chain.setting_types()}
         before = {k: v for k, v in given.items() if k in self._pretraining_names()}
-        elsewhere = inner.keys() | after.keys() | before.keys()
+        noise = {k: v for k, v in given.items() if k in self._correlation_names()}
+        elsewhere = inner.keys() | after.keys() | before.keys() | noise.keys()
         outer = {k: v for k, v in given.items() if k not in elsewhere}
         if self.curvature is not None and inner:
             outer["curvature"] = replace(self.curvature, **inner)
         if self.pretraining is not None and before:
             outer["pretraining"] = replace(self.pretraining, **before)
+        if self.correlation is not None and noise:
+            outer["correlation"] = replace(self.correlation, **noise)
         if after:
             outer["chain"] = self.chain.configured(after)
         return replace(self, **outer)
@@ -158,10 +186,14 @@ class Recipe:
         own = [f.name for f in fields(Recipe) if f.name not in _FIXED]
         inner = [] if self.curvature is None else self.curvature.setting_names()
         before = self._pretraining_names()
-        return [*own, *inner, *before, *self.chain.setting_types()]
+        noise = self._correlation_names()
+        return [*own, *inner, *noise, *before, *self.chain.setting_types()]
 
     def _pretraining_names(self) -> list[str]:
         return [] if self.pretraining is None else self.pretraining.setting_names()
+
+    def _correlation_names(self) -> list[str]:
+        return [] if self.correlation is None else self.correlation.setting_names()
 
     @property
     def probes(self) -> bool:
@@ -224,4 +256,7 @@ class Recipe:
         inner = {} if self.curvature is None else self.curvature.facts()
         named = {"name": self.name, "optimiser": self.optimiser}
         before = {} if self.pretraining is None else self.pretraining.facts()
-        return {**named, **settings, **inner, **before, **self.chain.facts()}
+        noise = {} if self.correlation is None else self.correlation.facts()
+        return {
+            **named, **settings, **inner, **noise, **before, **self.chain.facts()
+        }  # fmt: skip

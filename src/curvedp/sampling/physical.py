@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from curvedp.errors import DataError
+from curvedp.sampling.cyclic import Sampler
 from curvedp.sampling.people import People
-from curvedp.sampling.poisson import PoissonSampler
 from curvedp.sampling.views import Views
 
 __all__ = ["PhysicalBatch", "PhysicalLoader"]
@@ -65,7 +65,7 @@ class PhysicalLoader:
     def __init__(
         self,
         dataset: Any,
-        sampler: PoissonSampler,
+        sampler: Sampler,
         physical_batch_size: int,
         *,
         collate: Collate | None = None,

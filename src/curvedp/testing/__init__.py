@@ -11,11 +11,13 @@ from curvedp.testing.conformance import (
     check_transform,
     check_whitener,
 )
+from curvedp.testing.noise import check_strategy
 from curvedp.testing.reference import clipped_sum, per_example_gradients
 
 __all__ = [
     "check_clipping_rule",
     "check_mechanism",
+    "check_strategy",
     "check_transform",
     "check_whitener",
     "clipped_sum",

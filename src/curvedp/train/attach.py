@@ -39,6 +39,7 @@ from curvedp.train.pretrain import pretrain, public_examples
 from curvedp.train.private import Private
 from curvedp.train.probing import choose_labels, choose_probe
 from curvedp.train.released import ReleasedSource
+from curvedp.train.secret import RunSecret
 from curvedp.train.settings import PrivacySettings
 from curvedp.train.whitened import CurvatureSource, FixedWhitener, WhitenerSource
 from curvedp.whitening import KroneckerWhitening, SubspaceWhitening
@@ -137,22 +138,15 @@ def make_private(
             ``accountant``; ``allow_large_delta``; ``secure``. The recipe's
             ``clip_norm``, ``clipping``, ``mode``, the settings of its transforms and,
             where it whitens or pretrains, those of :class:`curvedp.recipes.Curvature`
-            and :class:`curvedp.recipes.Pretraining` are taken too.
+            and :class:`curvedp.recipes.Pretraining` are taken too, and those of
+            :class:`curvedp.recipes.Correlation` where noise is correlated.
 
     Guarantees:
         After any number of the loop's steps, the parameters are (epsilon, delta)-DP
         with the plan's epsilon, under its relation and for what its statement covers.
     """
-    chosen = get_recipe(recipe)
-    if not chosen.private:
-        raise NotPrivateError(
-            f"the recipe {chosen.name!r} has no guarantee",
-            "train without make_private, or choose a private recipe",
-        )
     refuse_processes()
-    known = ["mode", *chosen.setting_names()]
-    names = [name for name in known if name not in _OF_THE_OPTIMISER]
-    chosen = chosen.configure(**{name: settings.pop(name, None) for name in names})
+    chosen = _chosen_recipe(recipe, settings)
     public = None if chosen.pretraining is None else public_examples(probes)
     plan_settings = PrivacySettings.of(settings)
     group = _people(people, examples_per_person)
@@ -204,8 +198,10 @@ def make_private(
         oracle=not whiteners.provenance.is_public,
     )
     try:
-        slots = source.slots(shown)
+        independent = plan.correlation is None
+        secret = None if independent else RunSecret(folder, streams, ledger)
         if physical_batch_size == AUTO:
+            slots = source.slots(shown)
             physical_batch_size = fitting_rows(
                 model,
                 coverage,
@@ -238,6 +234,7 @@ def make_private(
             back_map="none" if curvature is None else curvature.read_out,
             precision=forward,
             norms=norms,
+            secret=secret,
         )
         return Private(
             engine,
@@ -251,6 +248,19 @@ def make_private(
     except BaseException:
         ledger.close()  # or the folder stays locked as long as this process lives
         raise
+
+
+def _chosen_recipe(recipe: Recipe | str, settings: dict[str, Any]) -> Recipe:
+    """The recipe with its own settings, which are taken out of the others."""
+    chosen = get_recipe(recipe)
+    if not chosen.private:
+        raise NotPrivateError(
+            f"the recipe {chosen.name!r} has no guarantee",
+            "train without make_private, or choose a private recipe",
+        )
+    known = ["mode", *chosen.setting_names()]
+    names = [name for name in known if name not in _OF_THE_OPTIMISER]
+    return chosen.configure(**{name: settings.pop(name, None) for name in names})
 
 
 def _learning(

@@ -20,7 +20,7 @@ from torch.utils.data import (
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch
 from curvedp.noise import RandomStreams, Stream
-from curvedp.sampling import People, PhysicalLoader, PoissonSampler, Views
+from curvedp.sampling import People, PhysicalLoader, Sampler, Views
 from curvedp.sampling.physical import population, template_batch
 from curvedp.train.settings import default_physical_batch_size
 
@@ -97,7 +97,7 @@ class TrainingData:
 
     def loader(
         self,
-        sampler: PoissonSampler,
+        sampler: Sampler,
         expected_batch_size: float,
         physical_batch_size: int | str | None,
         activation_bytes: int = 0,

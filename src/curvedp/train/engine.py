@@ -29,7 +29,7 @@ from curvedp.clipping import ClippingRule, clipped_sum
 from curvedp.errors import BudgetError, ConfigurationError, LoopError
 from curvedp.layers import Coverage, LayerIO, PerExampleLoss, Recording, Synthesiser
 from curvedp.layers.precision import NormPrecision
-from curvedp.noise import NoiseState, RandomStreams
+from curvedp.noise import RandomStreams
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalBatch, PhysicalLoader, Views
 from curvedp.train.compiled import CompiledPass
@@ -41,8 +41,10 @@ from curvedp.train.guard import (
     refuse_foreign_gradients,
     refuse_processes,
 )
-from curvedp.train.journal import Journal
+from curvedp.train.journal import Journal, group_settings, restore_group_settings
+from curvedp.train.noise import RunNoise
 from curvedp.train.passes import ForwardPrecision, RecordedPass
+from curvedp.train.secret import RunSecret
 from curvedp.train.whitened import WhitenerSource
 from curvedp.update import BackMap, Chain, apply_release
 from curvedp.whitening import IdentityWhitener, Whitener
@@ -83,6 +85,7 @@ class Engine:
         journal: where releases are kept, or None.
         precision: of the model's forward pass.
         norms: precision of the norms.
+        secret: of a run with correlated noise.
 
     Attributes:
         step: logical steps made.
@@ -105,6 +108,7 @@ class Engine:
         back_map: str = "none",
         precision: ForwardPrecision | None = None,
         norms: NormPrecision = NormPrecision.WIDE,
+        secret: RunSecret | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -122,8 +126,8 @@ class Engine:
         self._compiled: CompiledPass | None = None
         self._chain = chain
         self._loader = loader
-        self._mechanism = plan.mechanism()
-        self._event = plan.step_event()
+        device = next(model.parameters()).device.type
+        self.noise = RunNoise(plan, streams, ledger, secret, device)
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in coverage.parameters}
         self.chain_state = chain.init(self.parameters, look_ahead=True)
@@ -142,7 +146,7 @@ class Engine:
     @property
     def steps_left(self) -> int:
         """Steps that the budget still allows."""
-        return max(0, self.plan.sampling.steps - self.ledger.count())
+        return self.noise.steps_left(self.step)
 
     @property
     def views(self) -> Views | None:
@@ -340,7 +344,7 @@ class Engine:
         )
 
     def graphed(
-        self, loss: PerExampleLoss, capture: Capture | None = None
+        self, loss: PerExampleLoss, capture: Capture | None = None, **options: Any
     ) -> GraphedPass:
         """The pass over a batch as a graph; see :mod:`curvedp.train.graph`.
 
@@ -355,6 +359,7 @@ class Engine:
             views=self._loader.views,
             norms=self._norms,
             capture=capture,
+            **options,
         )
 
     def explain(self, synthesise: Synthesiser) -> StepPlan:
@@ -383,13 +388,13 @@ class Engine:
         if self.steps_left == 0:
             raise self.exhausted()
         attempt = self.ledger.next_attempt(self.step)
-        self.ledger.pay(self.step, attempt, self._event)
-        state = NoiseState(self.streams, attempt)
-        release, _ = self._mechanism.update(pending, state)
+        self.ledger.pay(self.step, attempt, self.noise.event(self.step))
+        release = self.noise.release(pending, attempt)
         self._open = _Open()
         if self.journal is not None:
-            self.journal.write(release, self._group_settings())
+            self.journal.write(release, group_settings(self.optimizer))
         self.apply(release)
+        self.noise.finish(self.step)
 
     def apply(self, release: Release) -> None:
         """Move the parameters by a release, fresh or read from the journal."""
@@ -421,20 +426,12 @@ class Engine:
         if self.journal is not None:
             while (entry := self.journal.read(self.step)) is not None:
                 release, settings = entry
-                for group, stored in zip(
-                    self.optimizer.param_groups, settings, strict=True
-                ):
-                    group.update(stored)
+                restore_group_settings(self.optimizer, settings)
+                self.noise.replayed(release)
                 self.apply(release)
                 recovered += 1
+        self.noise.rejoin(self.step)
         return recovered
-
-    def _group_settings(self) -> list[dict[str, Any]]:
-        """Learning rates and the like, as they are now; public."""
-        return [
-            {k: v for k, v in group.items() if k != "params"}
-            for group in self.optimizer.param_groups
-        ]
 
     def exhausted(self) -> BudgetError:
         """The error for a step beyond the budget."""

@@ -13,6 +13,12 @@ graph is recorded again whenever something that it took for granted is another:
 Payment, noise, journal and optimiser are outside: their order on the disk is what the
 guarantee rests on (:mod:`curvedp.train.engine`). The noise has a graph of its own
 (:mod:`curvedp.noise.graphed`), and so has the way back from the whitened frame.
+
+A graph cannot look whether an example is non-finite and has to be replaced. Replacing
+always copies all that the layers have written down: nothing in a small net, a twentieth
+of the step in a large one. There the sum is made in the hope that nothing has to be
+replaced, and the CPU looks whether that was so before the sum is used. If not, it is
+thrown away, and another graph makes it with replacement.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from curvedp.barrier import ClippedSum
-from curvedp.clipping import ClippingRule, clipped_sum, own_copy
+from curvedp.clipping import ClippingRule, Replacing, always, clipped_sum, own_copy
 from curvedp.cuda import fill, own_values, record
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Coverage
@@ -40,8 +46,8 @@ __all__ = ["Capture", "CudaCapture", "GraphedPass", "GraphedReadOut"]
 
 T = TypeVar("T")
 
-#: A pass: the bounded sum of a batch, and its mean loss.
-Pass = Callable[[], tuple[ClippedSum, Tensor]]
+#: A pass: the bounded sum of a batch, its mean loss, and whether all was finite.
+Pass = Callable[[], tuple[ClippedSum, Tensor, Tensor]]
 
 
 class Capture(Protocol):
@@ -59,6 +65,10 @@ class Capture(Protocol):
 #: Graphs kept at a time; a run has one, or a few where the batches differ in shape.
 MOST_GRAPHS = 8
 
+#: Bytes that the layers write down, from which on copying them takes longer than to let
+#: the CPU look at one number.
+HOPED_BYTES = 2**30
+
 
 class GraphedPass:
     """From a physical batch to its clipped sum, recorded and replayed.
@@ -71,6 +81,7 @@ class GraphedPass:
         views: of an example, whose mean gradient is clipped.
         norms: precision of the norms.
         capture: how a pass is recorded; its slow twin runs the pass again.
+        hoped_bytes: from how many on nothing is replaced before the CPU has looked.
 
     Attributes:
         loss: mean over the rows of the last batch, padding included; private.
@@ -86,6 +97,7 @@ class GraphedPass:
         views: int = 1,
         norms: NormPrecision = NormPrecision.WIDE,
         capture: Capture | None = None,
+        hoped_bytes: int = HOPED_BYTES,
     ) -> None:
         self._recorded = recorded
         self._model = model
@@ -96,6 +108,7 @@ class GraphedPass:
         self._capture = capture or CudaCapture()
         self._graphs: dict[Hashable, tuple[list[Any], Pass]] = {}
         self._whitener: Whitener | None = None
+        self._hopes = coverage.activation_bytes * recorded.rows >= hoped_bytes
         self.loss: Tensor | None = None
 
     def __call__(
@@ -116,9 +129,31 @@ class GraphedPass:
         """
         leaves, spec = tree_flatten((inputs, targets, present, point))
         key = (_signature(leaves), str(spec), _state(self._model), rule)
+        for careful in (False, True) if self._hopes else (True,):
+            work = partial(self._pass, rule=rule, whitener=whitener, careful=careful)
+            part, loss, finite = self._replayed((key, careful), leaves, spec, work)
+            if careful or bool(finite):
+                break
+        self.loss = loss.clone()
+        return own_copy(part, step)
+
+    def _replayed(
+        self,
+        key: Hashable,
+        leaves: list[Any],
+        spec: TreeSpec,
+        work: partial[tuple[ClippedSum, Tensor, Tensor]],
+    ) -> tuple[ClippedSum, Tensor, Tensor]:
+        """What the work gives for a batch, which is copied to where a graph reads."""
+        whitener = work.keywords["whitener"]
         stale = whitener is not self._whitener
         if stale or key not in self._graphs:
-            new = self._record(leaves, spec, rule, whitener)
+            device = next(self._model.parameters()).device
+            places = [
+                x.to(device, copy=True) if isinstance(x, Tensor) else x for x in leaves
+            ]
+            batch = tree_unflatten(places, spec)
+            new = places, self._capture(partial(work, *batch), device)
             # after it was recorded: its memory is theirs
             if stale or len(self._graphs) == MOST_GRAPHS:
                 self._graphs.clear()
@@ -127,40 +162,48 @@ class GraphedPass:
         for place, leaf in zip(places, leaves, strict=True):
             if isinstance(place, Tensor):
                 place.copy_(leaf, non_blocking=True)
-        part, loss = replay()
-        self.loss = loss.clone()
-        return own_copy(part, step)
+        return replay()
 
-    def _record(
-        self, leaves: list[Any], spec: TreeSpec, rule: ClippingRule, whitener: Whitener
-    ) -> tuple[list[Any], Pass]:
-        device = next(self._model.parameters()).device
-        places = [
-            x.to(device, copy=True) if isinstance(x, Tensor) else x for x in leaves
-        ]
-        inputs, targets, present, point = tree_unflatten(places, spec)
+    def _pass(
+        self,
+        inputs: Any,
+        targets: Any,
+        present: Tensor,
+        point: Mapping[str, Tensor] | None,
+        *,
+        rule: ClippingRule,
+        whitener: Whitener,
+        careful: bool,
+    ) -> tuple[ClippedSum, Tensor, Tensor]:
         named = dict(self._model.named_parameters())
-        parameters = {name: named[name] for name in self._coverage.parameters}
+        ios, loss = self._recorded(
+            inputs, targets, point=point, keep_inputs=rule.measured_sites
+        )
+        hoping = _Hoping()
+        replacing: Replacing = always if careful else hoping
+        part = clipped_sum(
+            ios,
+            rule,
+            whitener,
+            parameters={name: named[name] for name in self._coverage.parameters},
+            present=present,
+            step=0,
+            scale=self._recorded.rows / self._views,
+            slots=self._slots,
+            replacing=replacing,
+            norms=self._norms,
+        )
+        return part, loss, torch.ones_like(loss) if careful else hoping.held
 
-        def work() -> tuple[ClippedSum, Tensor]:
-            ios, loss = self._recorded(
-                inputs, targets, point=point, keep_inputs=rule.measured_sites
-            )
-            part = clipped_sum(
-                ios,
-                rule,
-                whitener,
-                parameters=parameters,
-                present=present,
-                step=0,
-                scale=self._recorded.rows / self._views,
-                slots=self._slots,
-                branch_free=True,
-                norms=self._norms,
-            )
-            return part, loss
 
-        return places, self._capture(work, device)
+class _Hoping:
+    """Replaces nothing, and keeps the answer whether it should have."""
+
+    held: Tensor
+
+    def __call__(self, finite: Tensor) -> bool:
+        self.held = finite.all()
+        return False
 
 
 def _signature(leaves: list[Any]) -> Hashable:

@@ -33,7 +33,7 @@ from curvedp.storage import as_storage_error, clear_leftovers, write_atomically
 from curvedp.train.encoding import decode_state, encode_state
 from curvedp.train.tensors import read_facts, read_tensors, write_tensors
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "group_settings", "restore_group_settings"]
 
 _KIND = "curvedp-release"
 VERSION = "2"
@@ -156,6 +156,29 @@ class Journal:
             raise TypeError("a journal without a ledger can only be read")
         self._ledger.require_open()
         return self._ledger
+
+
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Learning rates and the like, as they are now; public."""
+    return [
+        {k: v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def restore_group_settings(
+    optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]
+) -> None:
+    """Set them as they were when a release was written."""
+    groups = optimizer.param_groups
+    fits = isinstance(settings, list) and len(settings) == len(groups)
+    if not fits or not all(isinstance(s, dict) and "params" not in s for s in settings):
+        raise CheckpointError(
+            "a release in the journal has the settings of another optimiser",
+            "build the optimiser as it was when the run began",
+        )
+    for group, stored in zip(groups, settings, strict=True):
+        group.update(stored)
 
 
 def _check_facts(facts: Mapping[str, str], step: int) -> None:

@@ -51,6 +51,7 @@ from curvedp.train.ledgers import WHEN_UNSAID, note_lost_releases
 from curvedp.train.optimizer import LogicalScheduler, PrivateOptimizer
 from curvedp.train.statement import Statement, make_statement
 from curvedp.train.wrapped import PrivateLoader, PrivateModel
+from curvedp.values import is_whole
 
 __all__ = ["Private"]
 
@@ -260,6 +261,7 @@ class Private:
         if isinstance(ledger, MemoryLedger) and "ledger" in state:
             ledger.absorb(state["ledger"])
         self._load(state, state["model"])
+        self._engine.noise.rejoin(self.step)
 
     def save(self, extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint into the run folder, with states of your own (extra).
@@ -303,10 +305,12 @@ class Private:
         if folders:
             checkpoint = load_checkpoint(folders[-1])
             self._check_facts(checkpoint.facts, str(folders[-1]))
-            self._load(checkpoint.state, checkpoint.model)
+            self._load(
+                checkpoint.state, checkpoint.model, f"{folders[-1]}", checkpoint.step
+            )
             extra = checkpoint.state["extra"]
+        self._engine.recover()
         if journal is not None:
-            self._engine.recover()
             note_lost_releases(ledger, journal, self.step)
         return extra
 
@@ -327,21 +331,31 @@ class Private:
             "chain": self._engine.chain_state,
             "threshold": self._engine.threshold,
             "whiteners": self._engine.whiteners.state(),
+            "noise": self._engine.noise.stored(),
         }
 
-    def _load(self, state: dict[str, Any], model: dict[str, Tensor]) -> None:
+    def _load(
+        self,
+        state: dict[str, Any],
+        model: dict[str, Tensor],
+        what: str = "the stored state",
+        step: int | None = None,
+    ) -> None:
         try:
             self._engine.model.load_state_dict(model)
             self._engine.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
+            if not is_whole(state["step"]) or step not in (None, state["step"]):
+                raise ValueError("its step is not that of its state")
+            self._engine.chain_state = state["chain"]
+            self._engine.threshold = state["threshold"]
+            self._engine.step = state["step"]
+            self._engine.whiteners.load(state.get("whiteners", {}))
+            self._engine.noise.load(state.get("noise", {}))
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"the stored state does not fit this model or optimiser: {error}",
+                f"{what} does not fit this model or optimiser: {error}",
                 "build both as they were when it was stored",
             ) from error
-        self._engine.chain_state = state["chain"]
-        self._engine.threshold = state["threshold"]
-        self._engine.step = state["step"]
-        self._engine.whiteners.load(state.get("whiteners", {}))
 
     def _facts(self) -> dict[str, Any]:
         views = self._engine.views

@@ -93,6 +93,8 @@ class PrivacySettings:
             allow_large_delta=self.allow_large_delta,
             examples_per_person=examples_per_person,
             secure=self.secure,
+            correlation=recipe.correlation,
+            refresh=0 if recipe.curvature is None else recipe.curvature.refresh,
         )
 
 

@@ -39,6 +39,12 @@ _NOT_COVERED_SECURE = (
 )
 
 
+_SECRET = (
+    "whoever reads secret.json in the run's folder while the run goes on: with it, "
+    "releases are the private sums"
+)
+
+
 @dataclass(frozen=True)
 class Statement:
     """A printable guarantee; ``str()`` for people, ``facts`` for programs."""
@@ -94,14 +100,9 @@ def make_statement(
         ("relation", _RELATIONS[plan.relation]),
         (
             "sampling",
-            f"Poisson, declared rate {sampling.sample_rate:.6g}, divisor "
-            f"{sampling.expected_batch_size:g}{size}",
+            f"{_sampling(plan)}, divisor {sampling.expected_batch_size:g}{size}",
         ),
-        (
-            "mechanism",
-            f"Gaussian noise {plan.noise_multiplier:g} x the bound; "
-            f"{plan.clipping.describe()}",
-        ),
+        ("mechanism", f"{_mechanism(plan)}; {plan.clipping.describe()}"),
         ("noise source", _noise_source(plan, unsafe)),
         ("accountant", plan.accountant.upper()),
     ]
@@ -117,6 +118,8 @@ def make_statement(
         caveats.insert(
             0, "whoever is in the data that was declared public, to probe curvature"
         )
+    if plan.correlation is not None:
+        caveats.insert(0, _SECRET)
     if pretrained:
         lines.append(("start", "parameters trained on data that was declared public"))
         caveats.insert(
@@ -159,6 +162,29 @@ def make_statement(
         "curvedp": __version__,
     }
     return Statement(facts, tuple(lines), tuple(caveats), title)
+
+
+def _sampling(plan: Plan) -> str:
+    correlation = plan.correlation
+    if correlation is None:
+        return f"Poisson, declared rate {plan.sampling.sample_rate:.6g}"
+    drawn = "of equal size" if plan.sampling.public_size else "that each example draws"
+    return (
+        f"cyclic Poisson: {correlation.bands} secret groups {drawn}, in turns; Poisson "
+        f"within a group, declared rate {plan.event_rate:.6g}; no example is in more "
+        f"than {plan.rounds} draws"
+    )
+
+
+def _mechanism(plan: Plan) -> str:
+    noise = f"Gaussian noise {plan.noise_multiplier:g} x the bound"
+    correlation = plan.correlation
+    if correlation is None:
+        return noise
+    return (
+        f"{noise}, correlated over steps by a {correlation.design.kind} strategy of "
+        f"{correlation.bands} bands with columns of norm 1"
+    )
 
 
 def _noise_source(plan: Plan, unsafe: bool) -> str:

@@ -116,7 +116,9 @@ class CurvatureSource:
         self._model = model
         self._coverage = coverage
         self._loss = loss
-        self._how = how
+        # a GPU waits for launches; a CPU does not
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        self._how = how.joined(coverage.activation_bytes) if on_gpu else how
         self._whitening = whitening
         self._refresh = refresh
         self._streams = streams

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from curvedp.layers.costs import NormMethod
+from curvedp.layers.gram import gram_sum
 from curvedp.layers.precision import ROUNDING
 from curvedp.whitening.roots import IdentityRoot, LowRankRoot, Root, rows_by
 
@@ -59,23 +60,36 @@ def sq_norms(
     """
     t, p, r = a.shape[2], a.shape[3], d.shape[3]
     ones = 1.0 if bias else 0.0
-    in_a, in_d = _sq(a) + ones * t, _sq(d)  # [b, G]
-    spread = (in_a * in_d).sum(1)
     tail = root.tail.square()
     w = root.squared[1].unsqueeze(-2)  # [G, 1, k]
+    if t > 1 and method is NormMethod.GRAM:
+        au = _projected(a, root)
+
+        def kernel(products: Tensor, i: slice, j: slice) -> Tensor:
+            inside = (au[:, :, i] * w) @ au[:, :, j].mT
+            return inside + tail[:, None, None] * (products + ones)
+
+        squares, in_a, in_d = gram_sum(a, d, kernel)
+        spread = ((in_a + ones * t) * in_d).sum(1)
+        return _not_below(squares, spread, root, p + r + t)
+    in_a, in_d = _sq(a) + ones * t, _sq(d)  # [b, G]
+    spread = (in_a * in_d).sum(1)
     if t == 1:
         inside = (_projected(a, root).square() * w).sum((-2, -1))
         squares = (in_d * (tail * in_a + inside)).sum(1)
-    elif method is NormMethod.GRAM:
-        au = _projected(a, root)
-        kernel = (au * w) @ au.mT + tail[:, None, None] * (a @ a.mT + ones)
-        squares = (kernel * (d @ d.mT)).sum((1, 2, 3))
     else:
         g, column = d.mT @ a, ones * d.sum(2).unsqueeze(-1)
         gu = _gradient_projected(g, d, root)
         inside = (gu.square() * w).sum((-2, -1))
         squares = (tail * (_sq(g) + _sq(column)) + inside).sum(1)
-    terms = 8 * (p + r + t + root.vectors.shape[-1])
+    return _not_below(squares, spread, root, p + r + t)
+
+
+def _not_below(
+    squares: Tensor, spread: Tensor, root: LowRankRoot, terms: int
+) -> tuple[Tensor, Tensor]:
+    """Raised by what rounding can hide of inner products of so many terms."""
+    terms = 8 * (terms + root.vectors.shape[-1])
     hidden = terms * ROUNDING[torch.float64] * root.largest**2 * spread
     return squares.clamp_min(0) + hidden, spread
 

@@ -162,8 +162,8 @@ def _with_selected_noise(config: SweepConfig) -> SweepConfig:
         epsilon,
         plan.delta,
         repeats=repeats,
-        sample_rate=plan.sampling.sample_rate,
-        steps=plan.sampling.steps,
+        sample_rate=plan.event_rate,
+        steps=plan.rounds,
         relation=plan.relation,
     )
     own = {**privacy, "noise_multiplier": sigma}
@@ -223,7 +223,7 @@ def _count(config: SweepConfig, plan: Plan, target: float | None) -> Counted:
 
 def _training(config: SweepConfig, plan: Plan) -> Event:
     assert config.repeats is not None
-    return config.repeats.event(repeated(plan.step_event(), plan.sampling.steps))
+    return config.repeats.event(plan.run_event())
 
 
 def _promise(plan: Plan) -> tuple[Any, float]:

@@ -20,10 +20,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from curvedp.errors import ConfigurationError, StorageError, missing_extra
+from curvedp.errors import (
+    ConfigurationError,
+    CurvedpError,
+    StorageError,
+    missing_extra,
+)
 from curvedp.experiments.sweeps.config import SweepConfig, is_whole_setting
+from curvedp.experiments.sweeps.files import refuse_foreign_file
 from curvedp.locks import sole_writer
 from curvedp.recipes import Choice
+from curvedp.values import is_whole
 
 __all__ = ["Claimed", "Study", "Trial", "default_storage", "hidden"]
 
@@ -37,6 +44,8 @@ _PATIENCE = 30.0
 #: Seconds that SQLite waits for another process's write.
 _BUSY = 60.0
 _OPENINGS = 5
+#: What optuna raises over rows that it did not write.
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -283,6 +292,7 @@ def _optuna() -> Any:
 
 
 def _open_storage(optuna: Any, url: str) -> Any:
+    refuse_foreign_file(url)
     options: dict[str, Any] = {"pool_pre_ping": True}
     if url.startswith("sqlite:"):
         options = {"connect_args": {"timeout": _BUSY}}
@@ -326,7 +336,17 @@ def _wait_for_facts(study: Any, name: str, url: str) -> dict[str, Any]:
                 "choose another --study",
             )
         time.sleep(0.2)
-    return dict(study.user_attrs[_FACTS])
+    found = study.user_attrs[_FACTS]
+    if (
+        not isinstance(found, dict)
+        or not isinstance(found.get("facts"), dict)
+        or not is_whole(found.get("trials"))
+    ):
+        raise ConfigurationError(
+            f"the study {name!r} in {hidden(url)} was not made by curvedp sweep",
+            "choose another --study",
+        )
+    return found
 
 
 def _refuse_other(stored: Mapping[str, Any], own: Mapping[str, Any], name: str) -> None:
@@ -400,8 +420,11 @@ def _storage_errors(url: str) -> Iterator[None]:
 
     try:
         yield
-    except (SQLAlchemyError, OptunaError, ImportError) as error:
-        first = str(error.__cause__ or error).strip().splitlines()[0]
+    except CurvedpError:
+        raise
+    except (SQLAlchemyError, OptunaError, ImportError, *_UNREADABLE) as error:
+        first = (str(error.__cause__ or error).strip().splitlines() or [""])[0]
+        first = first[:200] or type(error).__name__
         raise StorageError(
             f"the study's storage {hidden(url)} cannot be used: {first}",
             "give a URL such as sqlite:///study.db or postgresql://user@host/name, "

@@ -14,139 +14,41 @@ from dataclasses import dataclass
 from typing import Any
 
 from curvedp.accounting import (
+    CyclicGaussianEvent,
     Event,
+    LedgerRecord,
+    PLDAccountant,
     calibrate_sigma,
     get_accountant,
     repeated,
+    tally,
 )
 from curvedp.barrier import Relation
 from curvedp.clipping.rules import ClippingRule
 from curvedp.errors import ConfigurationError
 from curvedp.noise import (
+    CorrelatedMechanism,
     GaussianMechanism,
     Grid,
     Mechanism,
     RandomStreams,
     SecureStreams,
+    Stream,
 )
-from curvedp.sampling import PoissonSampler
+from curvedp.plan.correlation import (
+    Correlation,
+    PlannedCorrelation,
+    best_bands,
+    largest_bands,
+)
+from curvedp.plan.sampling import SamplingPlan
+from curvedp.sampling import CyclicSampler, Sampler
+from curvedp.values import is_number
 
-__all__ = ["DEFAULT_NOISE_SOURCE", "Plan", "SamplingPlan"]
+__all__ = ["DEFAULT_NOISE_SOURCE", "Plan"]
 
 #: The only source before there was a choice, so also that of a run that names none.
 DEFAULT_NOISE_SOURCE = "numpy Philox"
-
-
-@dataclass(frozen=True)
-class SamplingPlan:
-    """How examples are sampled, as declared; nothing in it is measured.
-
-    Attributes:
-        sample_rate: q, the probability that an example is in a step's batch.
-        steps: T, the number of steps that the budget is planned for.
-        expected_batch_size: B, the divisor of the noisy sum.
-        epoch_steps: steps that one pass of the loader makes (all of them if declared
-            by rate).
-        public_size: number of examples where the declaration makes it public.
-    """
-
-    sample_rate: float
-    steps: int
-    expected_batch_size: float
-    epoch_steps: int
-    public_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.sample_rate) and 0 < self.sample_rate <= 1):
-            raise ConfigurationError(
-                f"sample_rate must be above 0 and at most 1, not {self.sample_rate!r}",
-                "it is the expected batch size divided by the number of examples",
-            )
-        for name in ("steps", "epoch_steps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(
-                    f"{name} must be a whole number from 1 on, not {value!r}"
-                )
-        size = self.expected_batch_size
-        if not (math.isfinite(size) and size > 0):
-            raise ConfigurationError(
-                f"expected_batch_size must be a positive number, not {size!r}"
-            )
-
-    @classmethod
-    def by_rate(
-        cls, sample_rate: float, steps: int, expected_batch_size: float
-    ) -> SamplingPlan:
-        """Nothing depends on the number of examples, which stays private."""
-        return cls(sample_rate, steps, expected_batch_size, epoch_steps=steps)
-
-    @classmethod
-    def by_size(cls, batch_size: int, epochs: int, size: int) -> SamplingPlan:
-        """Derived from the number of examples, which is thereby public."""
-        for name, value in (("batch_size", batch_size), ("epochs", epochs)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(
-                    f"{name} must be a whole number from 1 on, not {value!r}"
-                )
-        if batch_size > size:
-            raise ConfigurationError(
-                f"batch_size {batch_size} is larger than the dataset of {size}",
-                f"choose at most {size}",
-            )
-        epoch_steps = size // batch_size
-        return cls(
-            sample_rate=batch_size / size,
-            steps=epochs * epoch_steps,
-            expected_batch_size=float(batch_size),
-            epoch_steps=epoch_steps,
-            public_size=size,
-        )
-
-    @classmethod
-    def declare(
-        cls,
-        size: int,
-        *,
-        sample_rate: float | None = None,
-        steps: int | None = None,
-        expected_batch_size: float | None = None,
-        batch_size: int | None = None,
-        epochs: int | None = None,
-    ) -> SamplingPlan:
-        """One of the two ways, whichever was given in full.
-
-        ``size`` is looked at only in the second way, which makes it public.
-        """
-        by_rate = {
-            "sample_rate": sample_rate,
-            "steps": steps,
-            "expected_batch_size": expected_batch_size,
-        }
-        by_size = {"batch_size": batch_size, "epochs": epochs}
-        rate_given = [n for n, v in by_rate.items() if v is not None]
-        size_given = [n for n, v in by_size.items() if v is not None]
-        ways = (
-            "declare sampling either by sample_rate, steps and expected_batch_size "
-            "(the number of examples stays private), or by batch_size and epochs (the "
-            "number of examples is then public)"
-        )
-        if rate_given and size_given:
-            raise ConfigurationError(
-                f"{' and '.join(rate_given + size_given)} cannot be combined", ways
-            )
-        if batch_size is not None and epochs is not None:
-            return cls.by_size(batch_size, epochs, size)
-        if sample_rate is not None and steps is not None:
-            if expected_batch_size is None:
-                raise ConfigurationError(
-                    "expected_batch_size is missing: it divides the noisy sum, and "
-                    "sample_rate times the number of examples is private",
-                    "declare a number near the batch size you expect; it need not be "
-                    "exact, it only scales the learning rate",
-                )
-            return cls.by_rate(sample_rate, steps, expected_batch_size)
-        raise ConfigurationError("the sampling is not declared in full", ways)
 
 
 @dataclass(frozen=True)
@@ -164,6 +66,8 @@ class Plan:
         examples_per_person: K, declared, if the unit is a person; None for examples.
         secure: noise and sampling come from a cryptographic generator, and the noise
             stands on a grid (see ``docs/secure_noise.md``).
+        correlation: of the noise of different steps, whose examples take turns in
+            groups; None for independent noise and plain Poisson sampling.
     """
 
     sampling: SamplingPlan
@@ -175,6 +79,7 @@ class Plan:
     accountant: str = "pld"
     examples_per_person: int | None = None
     secure: bool = False
+    correlation: PlannedCorrelation | None = None
 
     @classmethod
     def make(
@@ -190,6 +95,8 @@ class Plan:
         allow_large_delta: bool = False,
         examples_per_person: int | None = None,
         secure: bool = False,
+        correlation: Correlation | None = None,
+        refresh: int = 0,
     ) -> Plan:
         """Check the settings against each other and calibrate the noise.
 
@@ -205,6 +112,8 @@ class Plan:
             allow_large_delta: see ``delta``.
             examples_per_person: declared number of slots, if the unit is a person.
             secure: cryptographic, float-safe noise.
+            correlation: of the noise of different steps.
+            refresh: steps between two whiteners, which end a block of such noise.
         """
         chosen = _choose_relation(sampling, relation)
         _check_delta(delta, sampling, allow_large_delta)
@@ -214,13 +123,22 @@ class Plan:
                 "noise_multiplier (epsilon follows from it)",
                 "epsilon=1.0 is a strong guarantee, 8.0 a weak one",
             )
+        planned = None
+        if correlation is not None:
+            _check_correlated(clipping, secure)
+            bands = correlation.bands
+            if isinstance(bands, str):
+                bands = _best_bands(
+                    correlation, sampling, delta, epsilon, chosen, accountant, refresh
+                )
+            planned = correlation.planned(sampling.steps, bands, refresh)
         if noise_multiplier is None:
             assert epsilon is not None
             noise_multiplier = calibrate_sigma(
                 epsilon=epsilon,
                 delta=delta,
-                sample_rate=sampling.sample_rate,
-                steps=sampling.steps,
+                sample_rate=_event_rate(sampling, planned),
+                steps=sampling.steps if planned is None else planned.rounds,
                 relation=chosen,
                 accountant=accountant,
             )
@@ -234,13 +152,32 @@ class Plan:
             accountant,
             examples_per_person,
             secure,
+            planned,
         )
-        plan.mechanism()  # refuses an impossible multiplier now
+        # refuse an impossible multiplier, or more bands than the batches allow, now
+        plan.step_event()
+        plan.mechanism()
         return plan
 
     def mechanism(self) -> Mechanism:
         """The noise that fits the clip bound."""
-        return GaussianMechanism(self.noise_multiplier, self.clipping.bound)
+        sigma, bound = self.noise_multiplier, self.clipping.bound
+        if self.correlation is None:
+            return GaussianMechanism(sigma, bound)
+        strategy = self.correlation.design.strategy()
+        return CorrelatedMechanism(sigma, bound, strategy, self.correlation.keep)
+
+    @property
+    def event_rate(self) -> float:
+        """Sampling rate of a step's event: of all examples, or of a group's members."""
+        return _event_rate(self.sampling, self.correlation)
+
+    @property
+    def rounds(self) -> int:
+        """How many draws an example is in at most: every step's, or its group's."""
+        return (
+            self.sampling.steps if self.correlation is None else self.correlation.rounds
+        )
 
     def streams(
         self, seed: int | None = None, *, unsafe_reproducible_noise: int | None = None
@@ -271,9 +208,7 @@ class Plan:
         planned_std = self.noise_multiplier * self.clipping.bound
         return f"AES-256-CTR, grid 2^{Grid.of(planned_std).exponent}"
 
-    def sampler(
-        self, streams: RandomStreams, attempt: Callable[[int], int]
-    ) -> PoissonSampler:
+    def sampler(self, streams: RandomStreams, attempt: Callable[[int], int]) -> Sampler:
         """The sampler at the declared rate, on the run's secret stream.
 
         Args:
@@ -281,20 +216,49 @@ class Plan:
             attempt: how often a step was paid for before. A step that is made again is
                 drawn again: two releases from one draw cost more than two events.
         """
-        return streams.sampler(
-            self.sampling.sample_rate, lambda step: [step, attempt(step)]
+        within = streams.sampler(self.event_rate, lambda step: [step, attempt(step)])
+        if self.correlation is None:
+            return within
+        return CyclicSampler(
+            within,
+            self.correlation.bands,
+            lambda: streams.generator(Stream.GROUPS),
+            equal=self.sampling.public_size is not None,
         )
 
-    def step_event(self) -> Event:
-        """The event of one step."""
-        return self.mechanism().event(self.sampling.sample_rate)
+    def step_event(self, step: int = 0, assignment: str = "") -> Event:
+        """The event of a step.
+
+        Args:
+            step: decides which group's turn it is, if groups take turns.
+            assignment: public name of how the groups were drawn.
+        """
+        if self.correlation is None:
+            return self.mechanism().event(self.event_rate)
+        groups = self.correlation.bands
+        return CyclicGaussianEvent(
+            self.noise_multiplier, self.event_rate, groups, step % groups, assignment
+        )
+
+    def run_event(self, steps: int | None = None) -> Event:
+        """All events of the run, or of its first steps."""
+        count = self.sampling.steps if steps is None else steps
+        if self.correlation is None:
+            return repeated(self.step_event(), count)
+        return tally(self.step_event(step) for step in range(count))
+
+    def steps_left(self, ledger: LedgerRecord, step: int, assignment: str = "") -> int:
+        """Steps from ``step`` on that the budget allows after what was paid."""
+        if self.correlation is None:
+            return max(0, self.sampling.steps - ledger.count())
+        return self.correlation.steps_left(ledger, step, assignment)
 
     def epsilon(self, steps: int | None = None) -> float:
         """Epsilon of a number of steps fixed in advance; by default of all of them."""
         count = self.sampling.steps if steps is None else steps
         if count == 0:
             return 0.0
-        event = repeated(self.step_event(), count)
+        event = self.run_event(count)
         accountant = get_accountant(self.accountant)
         return accountant.epsilon(event, self.relation, self.delta)
 
@@ -324,7 +288,67 @@ class Plan:
             facts["examples_per_person"] = self.examples_per_person
         if self.sampling.public_size is not None:
             facts["public_size"] = self.sampling.public_size
+        if self.correlation is not None:
+            facts |= {
+                "sampling": "cyclic-poisson",
+                "groups": self.correlation.bands,
+                "group_rate": self.event_rate,
+                "rounds": self.rounds,
+                "noise": self.correlation.facts(),
+            }
         return facts
+
+
+def _event_rate(
+    sampling: SamplingPlan, correlation: PlannedCorrelation | None
+) -> float:
+    if correlation is None:
+        return sampling.sample_rate
+    return correlation.rate(sampling)
+
+
+def _check_correlated(clipping: ClippingRule, secure: bool) -> None:
+    if secure:
+        raise ConfigurationError(
+            "secure noise stands on a grid, and correlated noise is a sum of many that "
+            "would leave it",
+            "leave out secure, or use a recipe with independent noise (dp-sgd)",
+        )
+    if clipping.first_threshold() is not None:
+        raise ConfigurationError(
+            "adaptive clipping changes the unit of the sum from step to step, and the "
+            "noise of one step could not cancel that of another",
+            "use clipping = 'flat' or 'normalised', or a recipe with independent noise",
+        )
+
+
+def _best_bands(
+    correlation: Correlation,
+    sampling: SamplingPlan,
+    delta: float,
+    epsilon: float | None,
+    relation: Relation,
+    accountant: str,
+    refresh: int,
+) -> int:
+    if largest_bands(sampling) == 1:
+        return 1
+    if epsilon is None:
+        raise ConfigurationError(
+            "bands = 'auto' weighs more noise against less of it left at the end, for "
+            "a target epsilon, and noise_multiplier was given instead",
+            "give epsilon, or a number of bands",
+        )
+    # a coarse grid is enough to compare, and ten times as fast
+    by = PLDAccountant(1e-3) if accountant == "pld" else get_accountant(accountant)
+
+    def sigma(rate: float, steps: int) -> float:
+        return calibrate_sigma(
+            epsilon, delta, sample_rate=rate, steps=steps, relation=relation,
+            accountant=by,
+        )  # fmt: skip
+
+    return best_bands(correlation, sampling, sigma, refresh)
 
 
 def _choose_relation(
@@ -345,7 +369,7 @@ def _choose_relation(
 
 
 def _check_delta(delta: float, sampling: SamplingPlan, allow_large: bool) -> None:
-    if not (math.isfinite(delta) and 0 < delta < 1):
+    if not (is_number(delta) and 0 < delta < 1):
         raise ConfigurationError(
             f"delta must be between 0 and 1, not {delta!r}", "1e-5 is a common choice"
         )
