@@ -31,7 +31,8 @@ CLIENT_DIES, CLIENT_BACK, SERVER_DIES = 2, 4, 6
 CLI = [sys.executable, "-c", "from curvedp.cli import main; raise SystemExit(main())"]
 
 
-def config_for(data, size, epsilon, delta, settings):
+def config_for(data, size, epsilon, delta, settings, view="each-client"):
+    secure = view == "secure-aggregate"
     return {
         "data": data,
         "model": "logreg",
@@ -42,6 +43,8 @@ def config_for(data, size, epsilon, delta, settings):
         "epsilon": epsilon,
         "delta": delta,
         "least_clients": 3,
+        "view": view,
+        "dropouts": 1 if secure else 0,
     }
 
 
@@ -147,6 +150,13 @@ def unbroken_run(config):
     return serve(server, asking(clients), source.test).to_json()
 
 
+def without_masks(config):
+    """The same noise for an unbroken run in one process, where nobody looks."""
+    plan = FederationConfig.from_mapping(config).plan()
+    lone = {k: v for k, v in config.items() if k not in ("view", "dropouts", "epsilon")}
+    return {**lone, "noise_multiplier": plan.noise_multiplier}
+
+
 def check(folder, config, broken, unbroken):
     """What must hold; the findings as one document."""
     plan = FederationConfig.from_mapping(config).plan()
@@ -183,13 +193,17 @@ def main():
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--learning-rate", type=float, default=3.0)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--view", default="each-client")
     parser.add_argument("--port", type=int, default=9811)
     asked = parser.parse_args()
     settings = {"learning_rate": asked.learning_rate}
-    config = config_for(asked.data, asked.size, asked.epsilon, asked.delta, settings)
+    config = config_for(
+        asked.data, asked.size, asked.epsilon, asked.delta, settings, asked.view
+    )
     started = time.monotonic()
     broken = broken_run(asked.folder, config, asked.port)
-    found = check(asked.folder, config, broken, unbroken_run(config))
+    unbroken = unbroken_run(without_masks(config))
+    found = check(asked.folder, config, broken, unbroken)
     print(json.dumps({**found, "seconds": time.monotonic() - started}, indent=2))
 
 

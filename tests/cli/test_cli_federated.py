@@ -53,7 +53,7 @@ def test_simulation_from_a_file(call, tmp_path):
     ("more", "words"),
     [
         (("--recipe", "dp-sgd"), "dp-fedsofim"),
-        (("--view", "secure-aggregate"), "sees sums alone"),
+        (("--view", "secure-aggregate", "--dropouts", "3"), "cannot hide"),
         (("--view", "nobody"), "each-client"),
         (("--partition", "skewed"), "dirichlet"),
         (("--partition", "dirichlet:x"), "dirichlet"),

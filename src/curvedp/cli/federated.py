@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +33,7 @@ from curvedp.federated.flower import (
     make_server_app,
 )
 from curvedp.federated.plan import FederatedPlan
+from curvedp.federated.secagg import carried, make_secure_client_app
 
 __all__ = ["app"]
 
@@ -87,10 +89,14 @@ def simulate(
     ] = None,
     delta: Annotated[float | None, typer.Option(help="Of (epsilon, delta).")] = None,
     view: Annotated[
-        str | None, typer.Option(help="each-client or trusted-aggregate.")
+        str | None,
+        typer.Option(help="each-client, secure-aggregate or trusted-aggregate."),
     ] = None,
     colluding: Annotated[
         int | None, typer.Option(help="Clients that tell their noise.")
+    ] = None,
+    dropouts: Annotated[
+        int | None, typer.Option(help="Clients that a secure aggregate may miss.")
     ] = None,
     relation: Annotated[
         str | None, typer.Option(help="add-remove, zero-out or replace-one.")
@@ -118,7 +124,8 @@ def simulate(
         "data": data, "model": model, "recipe": recipe, "mode": mode,
         "clients": clients, "rounds": rounds, "epsilon": epsilon,
         "noise_multiplier": noise_multiplier, "delta": delta, "view": view,
-        "colluding": colluding, "relation": relation, "partition": partition,
+        "colluding": colluding, "dropouts": dropouts, "relation": relation,
+        "partition": partition,
         "client_rate": client_rate, "record_rate": record_rate, "seed": seed,
     }  # fmt: skip
     settings = _config(config, own, recipe_setting)
@@ -129,6 +136,7 @@ def simulate(
     server = settings.server(settings.shared(source))
     made = {i: settings.client(i, together, part) for i, part in enumerate(parts)}
     found: list[FederationResult] = []
+    logging.getLogger("flwr").setLevel(logging.WARNING)  # its lines would cut the bars
     with bars() as shown:
         task = shown.add_task("rounds", total=settings.rounds, remark="")
 
@@ -140,11 +148,12 @@ def simulate(
                 tell(f"round {row['round']:.0f}/{settings.rounds} {remark}")
 
         def main(ask: FlowerAsk, context: Any) -> None:
-            found.append(serve(server, ask, source.test, on_round=report))
+            ways = carried(ask, server)
+            found.append(serve(server, ways, source.test, on_round=report))
 
-        grid = in_process_grid(
-            make_client_app(lambda context: made[client_number(context)]), len(parts)
-        )
+        make_app = make_secure_client_app if settings.is_secure else make_client_app
+        client_app = make_app(lambda context: made[client_number(context)])
+        grid = in_process_grid(client_app, len(parts))
         make_server_app(main)(grid, None)
     _print_result(found[0], settings, plot, json_output)
 

@@ -36,7 +36,7 @@ _AGAIN_SECONDS, _LONG_SECONDS = 5.0, 60.0
 _APP = """\
 from curvedp.experiments.flower_app import client_app, server_app
 
-client = client_app()
+client = client_app(secure={secure!r})
 server = server_app(timeout={timeout!r}, wait_for={wait_for!r})
 """
 _PROJECT = """\
@@ -182,7 +182,7 @@ def run_server(
     for needed in (home, bundle):
         needed.mkdir(parents=True, exist_ok=True)
     (bundle / "curvedp_app.py").write_text(
-        _APP.format(timeout=timeout, wait_for=wait_for)
+        _APP.format(timeout=timeout, wait_for=wait_for, secure=config.is_secure)
     )
     (bundle / "pyproject.toml").write_text(
         _PROJECT.format(

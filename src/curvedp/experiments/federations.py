@@ -60,6 +60,7 @@ class FederationConfig:
         rounds: T.
         view: each-client, secure-aggregate or trusted-aggregate.
         colluding: clients that tell the observer their noise.
+        dropouts: clients that a secure aggregate may miss in a round.
         unit: record or client.
         relation: add-remove, zero-out or replace-one; empty chooses.
         epsilon: target, for the view; or
@@ -87,6 +88,7 @@ class FederationConfig:
     rounds: int = 20
     view: str = "each-client"
     colluding: int = 0
+    dropouts: int = 0
     unit: str = "record"
     relation: str = ""
     epsilon: float | None = None
@@ -202,12 +204,17 @@ class FederationConfig:
         )
         return FederatedPlan.make(
             federation,
-            View.of(self.view, colluding=self.colluding),
+            View.of(self.view, colluding=self.colluding, dropouts=self.dropouts),
             bound=self.configured_recipe().clip_norm,
             delta=self.delta,
             epsilon=self.epsilon,
             noise_multiplier=self.noise_multiplier,
         )
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether updates travel under masks."""
+        return View.of(self.view).is_secure
 
     def shared(self, source: DataSource) -> Shared:
         """Model, recipe, plan and whitener; the same wherever this config is."""
@@ -238,6 +245,7 @@ class FederationConfig:
             run_dir=run_dir,
             least_clients=self.least_clients,
             exact_frames=self.exact_frames,
+            sums_only=self.is_secure,  # the apps then carry sums
             **more,
         )
 

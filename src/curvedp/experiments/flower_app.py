@@ -27,6 +27,7 @@ from curvedp.federated.flower import (
     make_client_app,
     make_server_app,
 )
+from curvedp.federated.secagg import carried, make_secure_client_app
 from curvedp.storage import write_atomically, write_json
 
 _LOCK_SECONDS = 120.0
@@ -73,7 +74,9 @@ def server_main(ask: FlowerAsk, context: Any) -> None:
             file.write(json.dumps(row) + "\n")
 
     try:
-        result = serve(server, ask, source.test, tries=20, on_round=report)
+        result = serve(
+            server, carried(ask, server), source.test, tries=20, on_round=report
+        )
         lines = progress.read_text().splitlines()  # of earlier starts too
         result = replace(result, rows=[json.loads(line) for line in lines])
         write_atomically(
@@ -95,9 +98,9 @@ def _unlocked(make: Callable[[], Server]) -> Server:
             time.sleep(1.0)
 
 
-def client_app() -> Any:
-    """The ClientApp."""
-    return make_client_app(client_of)
+def client_app(*, secure: bool = False) -> Any:
+    """The ClientApp; a secure one lets updates leave under masks alone."""
+    return make_secure_client_app(client_of) if secure else make_client_app(client_of)
 
 
 def server_app(*, timeout: float, wait_for: int) -> Any:

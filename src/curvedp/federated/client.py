@@ -9,6 +9,10 @@ the release is on disk; the update leaves.
 (the server restarted), the client sends what it sent before: no data is touched, no
 noise drawn, nothing paid. Asked for it with others, it refuses. If it crashed after it
 paid and before the release was stored, it sits the round out.
+
+**Under masks it is sent once.** Where updates are hidden in a sum, the same update in
+two sums would show in their difference. It is not stored, and whoever asks for the
+round again is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +25,15 @@ from curvedp.clipping import clipped_sum
 from curvedp.errors import BudgetError, ConfigurationError, RoundError
 from curvedp.federated.common import Shared, checked_parameters, open_federated_ledger
 from curvedp.federated.messages import Task, Update
+from curvedp.federated.secure import SumGrid
 from curvedp.federated.views import Unit
-from curvedp.noise import GaussianMechanism, NoiseState, RandomStreams, scaled_release
+from curvedp.noise import (
+    GaussianMechanism,
+    LatticeShare,
+    NoiseState,
+    RandomStreams,
+    scaled_release,
+)
 from curvedp.sampling import People
 from curvedp.train.datasets import TrainingData, moved
 from curvedp.train.journal import Journal
@@ -70,7 +81,14 @@ class Client:
             )
         self.number = number
         self.shared = shared
-        self._mechanism = GaussianMechanism(plan.share_multiplier, plan.bound)
+        self.grid = (
+            SumGrid.of(plan, shared.coordinates) if plan.view.is_secure else None
+        )
+        self._mechanism: GaussianMechanism | LatticeShare = (
+            GaussianMechanism(plan.share_multiplier, plan.bound)
+            if self.grid is None
+            else self.grid.share(number)
+        )
         self._event = plan.round_event()
         unsafe = unsafe_reproducible_noise
         self._streams = RandomStreams(
@@ -104,7 +122,9 @@ class Client:
             folder, shared, {"client": number}, unsafe=self._streams.is_unsafe
         )
         self._journal = (
-            None if folder is None else Journal(folder / "journal", self.ledger)
+            None
+            if folder is None or self.grid is not None
+            else Journal(folder / "journal", self.ledger)
         )
         self._last: tuple[str, Release] | None = None
 
@@ -116,12 +136,36 @@ class Client:
                 or the round was released before at other parameters.
             BudgetError: all planned rounds are paid for.
         """
+        if self.grid is not None:
+            raise RoundError(
+                "the plan is for sums, and this update would leave singly",
+                "carry the messages by secure aggregation",
+            )
         self._check(task)
         release = self._known(task) or self._made(task)
         divisor = self.shared.plan.divisors[self.number]
         return Update(
             self.number, task.run_id, task.agreement, scaled_release(release, divisor)
         )
+
+    def masked_answer(self, task: Task) -> Update:
+        """The share of a round, on the plan's grid, to be masked before it leaves.
+
+        Once: the same share in two sums would show in their difference.
+
+        Raises:
+            RoundError: as :meth:`answer`; or the round was answered before.
+            BudgetError: all planned rounds are paid for.
+        """
+        if self.grid is None:
+            raise RoundError("the plan is not for sums under masks")
+        self._check(task)
+        if self.ledger.next_attempt(task.round):
+            raise RoundError(
+                f"client {self.number} has answered round {task.round} already",
+                "the round is lost if its sum is; go on with the next one",
+            )
+        return Update(self.number, task.run_id, task.agreement, self._made(task))
 
     def close(self) -> None:
         """Release the ledger's lock."""
@@ -185,7 +229,8 @@ class Client:
         if self._journal is not None:
             self._journal.write(release, [{"task": task.digest()}])
             self._journal.drop_before(task.round)
-        self._last = (task.digest(), release)
+        if self.grid is None:
+            self._last = (task.digest(), release)
         return release
 
     def _pay(self, round_number: int) -> None:

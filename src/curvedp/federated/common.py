@@ -94,6 +94,11 @@ class Shared:
         self.agreement = agreement(plan, self.recipe, model, probe_seed)
 
     @property
+    def coordinates(self) -> int:
+        """d, of what is trained."""
+        return sum(p.numel() for p in self.parameters.values())
+
+    @property
     def clients_whiten(self) -> bool:
         """Whether gradients are reshaped before they are clipped.
 

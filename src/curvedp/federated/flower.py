@@ -9,6 +9,7 @@ record too: a client never answers with a stack trace, which could hold data.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ from curvedp.noise import restore_release
 
 __all__ = [
     "FlowerAsk",
+    "client_number",
+    "flwr_part",
     "in_process_grid",
     "make_client_app",
     "make_server_app",
@@ -41,7 +44,7 @@ _FACTS, _PARAMETERS, _WHITENED, _VALUES = "facts", "parameters", "whitened_at", 
 
 def task_to_records(task: Task) -> Any:
     """A task as Flower's records."""
-    app = _flwr("app")
+    app = flwr_part("app")
     facts = {"run_id": task.run_id, "round": task.round, "agreement": task.agreement}
     return app.RecordDict(
         {
@@ -66,7 +69,7 @@ def task_from_records(records: Any) -> Task:
 
 def update_to_records(update: Update) -> Any:
     """An update as Flower's records."""
-    app = _flwr("app")
+    app = flwr_part("app")
     facts = {
         "client": update.client,
         "run_id": update.run_id,
@@ -115,7 +118,7 @@ def make_client_app(make_client: Callable[[Any], Client]) -> Any:
             config says which one it is). It is closed after every message: Flower may
             run each in a process of its own, and the client's folder remembers.
     """
-    app, client_app = _flwr("app"), _flwr("clientapp").ClientApp()
+    app, client_app = flwr_part("app"), flwr_part("clientapp").ClientApp()
 
     @client_app.train()  # type: ignore[untyped-decorator, unused-ignore]
     def train(message: Any, context: Any) -> Any:
@@ -152,14 +155,14 @@ def client_number(context: Any) -> int:
     return number
 
 
-def make_server_app(main: Callable[[FlowerAsk, Any], None], **options: Any) -> Any:
+def make_server_app(main: Callable[..., None], **options: Any) -> Any:
     """A Flower ServerApp that runs ``main(ask, context)``.
 
     Args:
         main: makes the server and its rounds; ``ask`` carries the messages.
         **options: of :class:`FlowerAsk`.
     """
-    server_app = _flwr("serverapp").ServerApp()
+    server_app = flwr_part("serverapp").ServerApp()
 
     @server_app.main()  # type: ignore[untyped-decorator, unused-ignore]
     def run(grid: Any, context: Any) -> None:
@@ -188,8 +191,8 @@ class FlowerAsk:
         patience: float = 600.0,
         on_refusal: Callable[[int, str], None] | None = None,
     ) -> None:
-        self._grid = grid
-        self._timeout = timeout
+        self.grid = grid
+        self.timeout = timeout
         self._wait_for = wait_for
         self._patience = patience
         self._on_refusal = on_refusal or _log_refusal
@@ -197,8 +200,8 @@ class FlowerAsk:
 
     def __call__(self, task: Task, asked: Sequence[int]) -> list[Update]:
         """The updates that came in time, from the clients that were asked."""
-        app = _flwr("app")
-        nodes = self._nodes()
+        app = flwr_part("app")
+        nodes = self.nodes()
         content = task_to_records(task)
         messages = [
             app.Message(
@@ -206,13 +209,13 @@ class FlowerAsk:
                 node,
                 app.MessageType.TRAIN,
                 group_id=str(task.round),
-                ttl=self._timeout,
+                ttl=self.timeout,
             )
             for node, number in nodes.items()
             if number in asked
         ]
         updates = []
-        for reply in self._grid.send_and_receive(messages, timeout=self._timeout):
+        for reply in self.grid.send_and_receive(messages, timeout=self.timeout):
             node = reply.metadata.src_node_id
             number = nodes.get(node, -1)
             try:
@@ -224,11 +227,11 @@ class FlowerAsk:
                 self._on_refusal(number, refusal.problem)
         return updates
 
-    def _nodes(self) -> dict[int, int]:
+    def nodes(self) -> dict[int, int]:
         """Connected nodes and which clients they are."""
         end = time.monotonic() + self._patience
         while True:
-            connected = set(self._grid.get_node_ids())
+            connected = set(self.grid.get_node_ids())
             self._introduce(connected - self._numbers.keys())
             known = {n: c for n, c in self._numbers.items() if n in connected}
             if len(known) >= self._wait_for or time.monotonic() > end:
@@ -236,16 +239,14 @@ class FlowerAsk:
             time.sleep(0.5)
 
     def _introduce(self, nodes: Iterable[int]) -> None:
-        app = _flwr("app")
+        app = flwr_part("app")
         messages = [
-            app.Message(
-                app.RecordDict(), node, app.MessageType.QUERY, ttl=self._timeout
-            )
+            app.Message(app.RecordDict(), node, app.MessageType.QUERY, ttl=self.timeout)
             for node in nodes
         ]
         if not messages:
             return
-        for reply in self._grid.send_and_receive(messages, timeout=self._timeout):
+        for reply in self.grid.send_and_receive(messages, timeout=self.timeout):
             try:
                 number = int(_facts(_content(reply))["client"])
                 self._numbers[reply.metadata.src_node_id] = number
@@ -261,7 +262,7 @@ def in_process_grid(client_app: Any, clients: int) -> Any:
 
     The same apps as in a deployment, without ports, processes or Ray.
     """
-    app, serverapp = _flwr("app"), _flwr("serverapp")
+    app, serverapp = flwr_part("app"), flwr_part("serverapp")
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
@@ -301,10 +302,14 @@ def in_process_grid(client_app: Any, clients: int) -> Any:
         def send_and_receive(
             self, messages: Iterable[Any], *, timeout: float | None = None
         ) -> list[Any]:
-            return [
-                client_app(message, contexts[message.metadata.dst_node_id])
-                for message in messages
-            ]
+            return [self._answer(message) for message in messages]
+
+        def _answer(self, message: Any) -> Any:
+            context = contexts[message.metadata.dst_node_id]
+            try:  # with a copy, as a network would: apps may take messages to pieces
+                return client_app(copy.deepcopy(message), context)
+            except CurvedpError as refusal:  # as from a node whose app has failed
+                return app.Message(app.Error(0, refusal.problem), reply_to=message)
 
     return InProcessGrid()
 
@@ -314,7 +319,7 @@ def in_process_grid(client_app: Any, clients: int) -> Any:
 
 def _arrays(values: Mapping[str, Tensor]) -> Any:
     plain = {n: v.detach().cpu().contiguous() for n, v in values.items()}
-    return _flwr("app").ArrayRecord(plain)
+    return flwr_part("app").ArrayRecord(plain)
 
 
 def _tensors(records: Any, name: str) -> dict[str, Tensor]:
@@ -351,7 +356,8 @@ def _log_refusal(client: int, why: str) -> None:
     _log.warning("client %s is not in this round: %s", client, why)
 
 
-def _flwr(part: str) -> Any:
+def flwr_part(part: str) -> Any:
+    """A module of Flower, or the refusal that names its extra."""
     import importlib
 
     try:

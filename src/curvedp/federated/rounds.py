@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from curvedp.errors import CurvedpError, RoundError
 from curvedp.federated.client import Client
 from curvedp.federated.messages import Task, Update
+from curvedp.federated.secure import Total
 from curvedp.federated.server import RoundReport, Server
 
 __all__ = ["Ask", "asking", "run_rounds"]
 
-#: Sends a task to some clients; gives the updates that came back in time.
-Ask = Callable[[Task, Sequence[int]], Sequence[Update]]
+#: Sends a task to some clients; gives the updates that came back in time, or their sum.
+Ask = Callable[[Task, Sequence[int]], Sequence[Update] | Total]
 
 
 def run_rounds(
@@ -47,7 +48,10 @@ def _one_round(server: Server, ask: Ask, tries: int) -> RoundReport:
     task, asked = server.open_round(), server.participants()
     for remaining in reversed(range(tries)):
         try:
-            return server.close_round(ask(task, asked))
+            answer = ask(task, asked)
+            if isinstance(answer, Total):
+                return server.close_sum(answer)
+            return server.close_round(answer)
         except RoundError:
             if not remaining:
                 raise

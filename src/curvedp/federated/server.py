@@ -12,7 +12,7 @@ spent twice, and the ledger is never below the truth.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from curvedp.barrier import Release
 from curvedp.errors import BudgetError, CheckpointError, ConfigurationError, RoundError
 from curvedp.federated.common import Shared, checked_parameters, open_federated_ledger
 from curvedp.federated.messages import Task, Update
+from curvedp.federated.secure import SumGrid, Total
 from curvedp.federated.views import Observer, Unit
 from curvedp.noise import RandomStreams, mean_release, restore_release
 from curvedp.storage import read_json, write_atomically, write_json
@@ -66,6 +67,8 @@ class Server:
         exact_frames: refuse an update whose whitener differs in the last bit. Turn it
             off where clients have different processors: maps then agree up to
             rounding, and privacy does not depend on it.
+        sums_only: updates reach it in sums alone, by secure aggregation. What carries
+            the messages must see to that (:mod:`curvedp.federated.secagg`).
         unsafe_reproducible_noise: a number that makes its draws and its noise (of a
             trusted aggregator) reproducible, for tests.
 
@@ -80,17 +83,21 @@ class Server:
         run_dir: str | Path | None = None,
         least_clients: int = 1,
         exact_frames: bool = True,
+        sums_only: bool = False,
         unsafe_reproducible_noise: int | None = None,
     ) -> None:
         plan = shared.plan
-        observer = plan.view.observer
-        if observer is Observer.SECURE_AGGREGATE:
+        if plan.view.is_secure and not sums_only:
             raise ConfigurationError(
                 "the view secure-aggregate holds if the server sees sums alone, and "
                 "updates reach this one singly",
-                "take the view each-client; or, if everybody trusts the server with "
-                "every update, say so by the view trusted-aggregate",
+                "carry the messages by secure aggregation; or take the view "
+                "each-client; or, if everybody trusts the server with every update, "
+                "say so by the view trusted-aggregate",
             )
+        self.grid = (
+            SumGrid.of(plan, shared.coordinates) if plan.view.is_secure else None
+        )
         self.least_clients = least_clients
         self.shared = shared
         self.round = 0
@@ -188,9 +195,11 @@ class Server:
             return f"it is of round {release.step}, and this is round {self.round}"
         if self._exact_frames and release.frame != self._frame():
             return "it was whitened with another map"
-        due = self._share_std(update.client)
+        due = self._sent_std(update.client)
         if not math.isclose(release.noise_std, due, rel_tol=1e-6):
             return f"its noise is {release.noise_std:.4g}, and {due:.4g} is due"
+        if self.grid is not None:
+            return None  # its values are in the sum
         try:
             checked_parameters(release.values, shared.parameters, "its values")
         except RoundError as error:
@@ -224,7 +233,64 @@ class Server:
         self._apply(self._mean(accepted))
         return RoundReport(self.round - 1, tuple(sorted(accepted)), refused)
 
+    def close_sum(self, total: Total) -> RoundReport:
+        """Move the parameters by a sum of shares that came under masks.
+
+        A sum that is lost, or that a wrong share is in, cannot be had again: no client
+        answers a round twice. The round is paid for and moves nothing.
+
+        Returns:
+            The report; nobody is accepted in a round that is lost.
+        """
+        least = max(self._sums.threshold, self.least_clients)
+        found = {u.client: self.reason_against(u) for u in total.senders}
+        refused = {client: why for client, why in found.items() if why is not None}
+        senders = set(found)
+        values, reason = total.values, total.reason
+        if values is not None:
+            if refused or len(senders) != len(total.senders):
+                reason = "a share that does not belong is in the sum"
+            elif len(senders) < least:
+                reason = f"{len(senders)} clients are in the sum"
+            else:
+                try:
+                    checked_parameters(values, self.shared.parameters, "the sum")
+                except RoundError as error:
+                    reason = error.problem
+        if values is None or reason:
+            lost = {i: reason or "lost" for i in senders} | refused
+            self.round += 1
+            self._save()
+            return RoundReport(self.round - 1, (), lost)
+        self._apply(self._mean_of_sum(values, senders))
+        return RoundReport(self.round - 1, tuple(sorted(senders)), {})
+
+    @property
+    def _sums(self) -> SumGrid:
+        if self.grid is None:
+            raise RoundError(
+                "this server takes updates singly",
+                "sums are for a plan with the view secure-aggregate",
+            )
+        return self.grid
+
     # -- aggregation ------------------------------------------------------------------
+
+    def _sent_std(self, client: int) -> float:
+        """Noise in what a client sends."""
+        if self.grid is not None:
+            return self.grid.share(client).noise_std
+        return self._share_std(client)
+
+    def _mean_of_sum(self, values: Mapping[str, Tensor], senders: set[int]) -> Release:
+        smallest = min(self.shared.plan.divisors)
+        std = math.hypot(*(self._sent_std(i) for i in senders))
+        divisor = smallest * len(senders)
+        mean = {
+            name: (values[name].double() / divisor).to(p.device, p.dtype)
+            for name, p in self.shared.parameters.items()
+        }
+        return restore_release(mean, self._frame(), self.round, noise_std=std / divisor)
 
     def _share_std(self, client: int) -> float:
         """Noise in a client's update, after its division."""

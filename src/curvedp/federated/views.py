@@ -112,6 +112,11 @@ class View:
                 f"unknown view {view!r}", f"choose one of: {names}"
             ) from None
 
+    @property
+    def is_secure(self) -> bool:
+        """Whether the guarantee rests on secure aggregation."""
+        return self.observer is Observer.SECURE_AGGREGATE
+
     def text(self) -> str:
         """For people: it stands beside every epsilon."""
         words = self.observer.sees
