@@ -411,3 +411,16 @@ def test_masks_use_all_bits_of_their_seed():
     assert np.array_equal(first[0], mask_words(seed, MODULUS, shapes)[0])
     assert first[0].min() >= 0
     assert first[0].max() < MODULUS
+
+
+def test_flowers_own_masks_are_not_used():
+    pytest.importorskip("flwr.app")
+    import importlib
+
+    from curvedp.federated import secagg
+
+    secagg.make_secure_client_app(lambda context: None)
+    secagg._workflow()
+    for part in (secagg._MOD, secagg._WORKFLOW):
+        module = importlib.import_module(f"flwr.{part}")
+        assert module.pseudo_rand_gen is secagg.mask_words
