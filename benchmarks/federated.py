@@ -20,7 +20,8 @@ fashion  FashionMNIST, a small CNN, epsilon 2 under the tight account: does it h
 Every run is one line of JSON; what is in the file is not run again. ``--part 1/4`` runs
 every fourth, for several processes with files of their own. Tuning opens the training
 files alone and scores 5000 held-out records of them; ``final`` trains on all and scores
-the test files once for each seed. It needs torch, numpy and scipy; the noise comes from
+the test files once for each seed. ``--only account=tight --only epsilon=1`` runs a part
+of the study first. It needs torch, numpy and scipy; the noise comes from
 ``benchmarks/results/federated_noise.json``, which ``noise`` writes.
 
 Where all clients declare the same size, the mean of their updates is the clipped sum of
@@ -423,6 +424,19 @@ def final_specs(study, chosen, seeds):
             }  # fmt: skip
 
 
+def is_wanted(spec, only):
+    """Whether a run has one of the values given for each name; all without any."""
+    allowed = {}
+    for pair in only:
+        name, _, value = pair.partition("=")
+        allowed.setdefault(name, []).append(value)
+    return all(_text(spec[name]) in values for name, values in allowed.items())
+
+
+def _text(value):
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def choose(lines):
     """The best mean of the held-out accuracy for each group."""
     by_group = {}
@@ -510,6 +524,7 @@ def main():
         own.add_argument("--out", type=Path, required=True)
         own.add_argument("--device", default="cpu")
         own.add_argument("--part", default="1/1")
+        own.add_argument("--only", action="append", default=[], metavar="NAME=VALUE")
         own.add_argument("--rounds", type=int, help="for a quick look")
         own.add_argument("--rows", type=int, default=4096)
         own.add_argument("--seeds", type=int, default=1 if name == "tune" else SEEDS)
@@ -539,8 +554,9 @@ def main():
             if final
             else tuning_specs(asked.study, asked.seeds)
         )
+        wanted = [spec for spec in specs if is_wanted(spec, asked.only)]
         run_all(
-            list(specs), asked.out, asked.part, folder=str(asked.folder),
+            wanted, asked.out, asked.part, folder=str(asked.folder),
             device=asked.device, final=final, apart=asked.apart, rounds=asked.rounds,
             rows=asked.rows,
         )  # fmt: skip

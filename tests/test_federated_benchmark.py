@@ -96,6 +96,15 @@ def test_every_arm_has_the_same_number_of_trials_and_its_settings_exist(bench):
     assert len(list(bench.tuning_specs("fashion", 1))) == 96
 
 
+def test_a_part_of_the_study_can_be_asked_for(bench):
+    only = ["account=tight", "epsilon=1", "arm=fedgd", "arm=momentum"]
+    specs = bench.tuning_specs("cifar", 1)
+    wanted = [s for s in specs if bench.is_wanted(s, only)]
+    assert len(wanted) == 2 * 16
+    assert {s["epsilon"] for s in wanted} == {1.0}
+    assert bench.is_wanted(wanted[0], [])
+
+
 def test_runs_are_resumed_chosen_and_tabled(bench, folder, tmp_path, capsys):
     out = tmp_path / "tune.jsonl"
     group = {k: spec()[k] for k in ("study", "account", "epsilon", "split")}

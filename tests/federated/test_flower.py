@@ -7,7 +7,6 @@ from curvedp.errors import RoundError
 from curvedp.federated.flower import (
     FlowerAsk,
     client_number,
-    in_process_grid,
     make_client_app,
     make_server_app,
     task_from_records,
@@ -15,6 +14,7 @@ from curvedp.federated.flower import (
     update_from_records,
     update_to_records,
 )
+from curvedp.federated.in_process import in_process_grid
 from curvedp.federated.rounds import asking, run_rounds
 
 from .worlds import World

@@ -12,8 +12,8 @@ from curvedp.federated import FederatedPlan, Federation, View
 from curvedp.federated.flower import (
     FlowerAsk,
     client_number,
-    in_process_grid,
 )
+from curvedp.federated.in_process import in_process_grid
 from curvedp.federated.rounds import asking, run_rounds
 from curvedp.federated.secure import MODULUS, SumGrid, Total
 from curvedp.noise import LatticeShare, NoiseState, RandomStreams
@@ -347,11 +347,11 @@ def guarded(grid, **asked):
         RECORD_KEY_CONFIGS,
     )
 
-    from curvedp.federated.secagg import guard
+    from curvedp.federated.masking import guard
 
     record = app.ConfigRecord({k.replace("__", ":"): v for k, v in asked.items()})
     content = app.RecordDict({RECORD_KEY_CONFIGS: record})
-    guard(app.Message(content, 1, "train"), None, grid)
+    guard(app.Message(content, 1, "train"), grid)
 
 
 def test_a_client_refuses_what_an_honest_server_would_not_ask():
@@ -399,7 +399,7 @@ def test_a_client_refuses_what_an_honest_server_would_not_ask():
 
 def test_masks_use_all_bits_of_their_seed():
     pytest.importorskip("cryptography")
-    from curvedp.federated.secagg import mask_words
+    from curvedp.federated.masking import mask_words
 
     seed = bytes(range(32))
     # two seeds that fold into the same 32 bits, as Flower's own masks would see them
@@ -417,10 +417,10 @@ def test_flowers_own_masks_are_not_used():
     pytest.importorskip("flwr.app")
     import importlib
 
-    from curvedp.federated import secagg
+    from curvedp.federated import masking, secagg
 
     secagg.make_secure_client_app(lambda context: None)
     secagg._workflow()
-    for part in (secagg._MOD, secagg._WORKFLOW):
+    for part in (masking.CLIENT_PART, masking.SERVER_PART):
         module = importlib.import_module(f"flwr.{part}")
-        assert module.pseudo_rand_gen is secagg.mask_words
+        assert module.pseudo_rand_gen is masking.mask_words

@@ -28,10 +28,10 @@ from curvedp.federated import Observer, View
 from curvedp.federated.flower import (
     FlowerAsk,
     client_number,
-    in_process_grid,
     make_client_app,
     make_server_app,
 )
+from curvedp.federated.in_process import in_process_grid
 from curvedp.federated.plan import FederatedPlan
 from curvedp.federated.secagg import carried, make_secure_client_app
 

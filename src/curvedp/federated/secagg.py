@@ -8,8 +8,8 @@ Three things are added to what Flower does:
 
 - **Masks of full strength.** Flower folds the 256 bits of a mask's seed into 32 and
   draws with a Mersenne twister, which a server can search through. Here masks are the
-  keystream of ChaCha20 with all bits (:func:`mask_words`), on both sides.
-- **A client checks what it is asked** (:func:`guard`): the grid, the number of shares
+  keystream of ChaCha20 with all bits (:mod:`.masking`), on both sides.
+- **A client checks what it is asked** (:mod:`.masking`): the grid, the number of shares
   and the threshold are the plan's; nobody is named twice; no client is both in the sum
   and dropped, which would give away both of its secrets.
 - **Every share leaves once.** A round that breaks before shares left is tried again;
@@ -22,8 +22,6 @@ forges them could read single shares; the view each-client holds against that on
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -33,61 +31,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvedp.errors import CurvedpError, RoundError, missing_extra
+from curvedp.errors import RoundError
 from curvedp.federated.client import Client
 from curvedp.federated.flower import FlowerAsk, client_number, flwr_part
+from curvedp.federated.masking import (
+    CLIENT_PART,
+    SERVER_PART,
+    guard,
+    with_strong_masks,
+)
 from curvedp.federated.messages import Task, Update
 from curvedp.federated.rounds import Ask
 from curvedp.federated.secure import MODULUS, SumGrid, Total
 from curvedp.federated.server import Server
 from curvedp.noise import restore_release
 
-__all__ = ["SecureAsk", "carried", "guard", "make_secure_client_app", "mask_words"]
+__all__ = ["SecureAsk", "carried", "make_secure_client_app"]
 
-_MOD = "client.mod.secure_aggregation.secaggplus_mod"
-_WORKFLOW = "server.workflow.secure_aggregation.secaggplus_workflow"
-_CONSTANTS = "common.secure_aggregation.secaggplus_constants"
 _COMPAT = "compat.common.recorddict_compat"
-
-
-# -- masks -----------------------------------------------------------------------------
-
-
-def mask_words(
-    seed: bytes, num_range: int, dimensions_list: Sequence[tuple[int, ...]]
-) -> list[Any]:
-    """Whole numbers below 2^32 from a seed, uniform, in some shapes.
-
-    In the place of Flower's ``pseudo_rand_gen``, with its arguments.
-    """
-    try:
-        from cryptography.hazmat.primitives.ciphers import Cipher
-        from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-    except ImportError:
-        raise missing_extra("cryptography", "secure") from None
-    if num_range != MODULUS:
-        raise RoundError(f"masks are drawn modulo {MODULUS}, not {num_range}")
-    key = hashlib.sha256(b"curvedp mask" + seed).digest()
-    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
-    masks = []
-    for shape in dimensions_list:
-        count = int(np.prod(shape, dtype=np.int64))
-        words = np.frombuffer(stream.update(bytes(4 * count)), dtype="<u4")
-        masks.append(words.astype(np.int64).reshape(shape))
-    return masks
-
-
-def _with_strong_masks(part: str) -> Any:
-    """A module of Flower's protocol that draws its masks with :func:`mask_words`."""
-    flwr_part("app")
-    module: Any = importlib.import_module(f"flwr.{part}")
-    if not hasattr(module, "pseudo_rand_gen"):
-        raise CurvedpError(
-            "this version of Flower draws its masks in another way",
-            "install flwr 1.41, or take another view than secure-aggregate",
-        )
-    module.pseudo_rand_gen = mask_words
-    return module
 
 
 # -- a client --------------------------------------------------------------------------
@@ -104,11 +65,11 @@ def make_secure_client_app(make_client: Callable[[Any], Client]) -> Any:
 
     def checked(message: Any, context: Any, go_on: Callable[..., Any]) -> Any:
         with _open(make_client, context) as client:
-            guard(message, context, client.grid)
+            guard(message, client.grid)
         return go_on(message, context)
 
     client_app = flwr_part("clientapp").ClientApp()
-    masks = _with_strong_masks(_MOD).secaggplus_mod
+    masks = with_strong_masks(CLIENT_PART).secaggplus_mod
 
     @client_app.train(mods=[checked, masks])  # type: ignore[untyped-decorator, unused-ignore]
     def train(message: Any, context: Any) -> Any:
@@ -152,58 +113,6 @@ class _open:
 
     def __exit__(self, *error: object) -> None:
         self._client.close()
-
-
-def guard(message: Any, context: Any, grid: SumGrid | None) -> None:
-    """Refuse what an honest server would not ask in this plan.
-
-    Raises:
-        RoundError: it would be hidden less than the plan says.
-    """
-    constants = flwr_part(_CONSTANTS)
-    key, stage = constants.Key, constants.Stage
-    asked = message.content.config_records.get(constants.RECORD_KEY_CONFIGS)
-    if grid is None or asked is None:
-        raise RoundError("the plan is for sums, and this message is not about one")
-    now = asked.get(key.STAGE)
-    if now == stage.SETUP:
-        due = _settings(grid, key)
-        differs = [name for name, value in due.items() if asked.get(name) != value]
-        least, most = grid.threshold, grid.plan.federation.clients
-        sampled, shares = asked.get(key.SAMPLE_NUMBER), asked.get(key.SHARE_NUMBER)
-        if differs or sampled != shares or not least <= int(str(sampled)) <= most:
-            raise RoundError(
-                "the server wants another secure aggregation than the plan's"
-            )
-    elif now == stage.COLLECT_MASKED_VECTORS:
-        _refuse_twice(asked[key.SOURCE_LIST])
-        if len(asked[key.SOURCE_LIST]) + 1 < grid.threshold:
-            raise RoundError("too few clients would be in the sum")
-    elif now == stage.UNMASK:
-        active, dead = asked[key.ACTIVE_NODE_ID_LIST], asked[key.DEAD_NODE_ID_LIST]
-        _refuse_twice([*active, *dead])
-        if len(active) < grid.threshold:
-            raise RoundError("too few clients are in the sum")
-    elif now == stage.SHARE_KEYS:
-        if len(asked) - 1 < grid.threshold:
-            raise RoundError("too few clients have sent keys")
-    else:
-        raise RoundError("the message is of no stage of secure aggregation")
-
-
-def _settings(grid: SumGrid, key: Any) -> dict[str, Any]:
-    return {
-        key.THRESHOLD: grid.threshold,
-        key.CLIPPING_RANGE: grid.half_range,
-        key.TARGET_RANGE: grid.levels,
-        key.MOD_RANGE: MODULUS,
-        key.MAX_WEIGHT: 1.0,
-    }
-
-
-def _refuse_twice(nodes: Sequence[int]) -> None:
-    if len(set(nodes)) != len(nodes):
-        raise RoundError("a client is named twice, which would undo its mask")
 
 
 # -- the server ------------------------------------------------------------------------
@@ -264,7 +173,7 @@ class SecureAsk:
 
 def _workflow() -> Any:
     """Flower's workflow, which stops early while nothing has left."""
-    base = _with_strong_masks(_WORKFLOW).SecAggPlusWorkflow
+    base = with_strong_masks(SERVER_PART).SecAggPlusWorkflow
 
     class Workflow(base):  # type: ignore[misc, valid-type]
         shares_left = False

@@ -15,7 +15,7 @@ is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -124,6 +124,21 @@ class SumGrid:
             smallest * plan.bound,
             self.coordinates,
         )
+
+    def mean(
+        self,
+        total: Mapping[str, Tensor],
+        senders: Collection[int],
+        like: Mapping[str, Tensor],
+    ) -> tuple[dict[str, Tensor], float]:
+        """Mean of the updates of those in a sum, and the noise that it has."""
+        divisor = min(self.plan.divisors) * len(senders)
+        values = {
+            name: (total[name].double() / divisor).to(p.device, p.dtype)
+            for name, p in like.items()
+        }
+        std = math.hypot(*(self.share(i).noise_std for i in senders))
+        return values, std / divisor
 
     def widening(self) -> float:
         """Noise of the shares over what a plan without a grid has; the largest."""

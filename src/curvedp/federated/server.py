@@ -12,7 +12,7 @@ spent twice, and the ledger is never below the truth.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,7 +262,8 @@ class Server:
             self.round += 1
             self._save()
             return RoundReport(self.round - 1, (), lost)
-        self._apply(self._mean_of_sum(values, senders))
+        mean, std = self._sums.mean(values, senders, self.shared.parameters)
+        self._apply(restore_release(mean, self._frame(), self.round, noise_std=std))
         return RoundReport(self.round - 1, tuple(sorted(senders)), {})
 
     @property
@@ -281,16 +282,6 @@ class Server:
         if self.grid is not None:
             return self.grid.share(client).noise_std
         return self._share_std(client)
-
-    def _mean_of_sum(self, values: Mapping[str, Tensor], senders: set[int]) -> Release:
-        smallest = min(self.shared.plan.divisors)
-        std = math.hypot(*(self._sent_std(i) for i in senders))
-        divisor = smallest * len(senders)
-        mean = {
-            name: (values[name].double() / divisor).to(p.device, p.dtype)
-            for name, p in self.shared.parameters.items()
-        }
-        return restore_release(mean, self._frame(), self.round, noise_std=std / divisor)
 
     def _share_std(self, client: int) -> float:
         """Noise in a client's update, after its division."""
