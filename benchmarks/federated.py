@@ -63,6 +63,8 @@ from curvedp.recipes import get_federated_recipe
 
 CLIENTS, DELTA, HELD_OUT, SEEDS = 20, 1e-5, 5000, 5
 ROUNDS = {"cifar": 70, "fashion": 100}
+#: Rows of a pass: the linear head takes all at once.
+ROWS = {"cifar": 65536, "fashion": 4096}
 NOISE_FILE = Path(__file__).parent / "results" / "federated_noise.json"
 #: Epsilons of the study; infinity is the row without noise.
 EPSILONS = {"cifar": (0.5, 1.0, 2.0, 5.0, 10.0, math.inf), "fashion": (2.0,)}
@@ -260,7 +262,7 @@ def records_for(folder, study, device, final):
 # -- a run -----------------------------------------------------------------------------
 
 
-def run(spec, folder, device, *, final, apart=False, rounds=None, rows=4096):
+def run(spec, folder, device, *, final, apart=False, rounds=None, rows=None):
     """One training, scored every tenth round; a JSON value."""
     study = spec["study"]
     (x, y), (scored_x, scored_y) = records_for(folder, study, device, final)
@@ -277,6 +279,7 @@ def run(spec, folder, device, *, final, apart=False, rounds=None, rows=4096):
         # one client with all records: the mean's noise is C s / (n size) either way
         parts, sizes = [np.arange(len(y))], [float(len(y))]
     rounds = rounds or ROUNDS[study]
+    rows = rows or ROWS[study]
     recipe = _recipe(spec)
     relation = Relation.ZERO_OUT if own_sizes else Relation.ADD_REMOVE
     plan = FederatedPlan.make(
@@ -526,7 +529,7 @@ def main():
         own.add_argument("--part", default="1/1")
         own.add_argument("--only", action="append", default=[], metavar="NAME=VALUE")
         own.add_argument("--rounds", type=int, help="for a quick look")
-        own.add_argument("--rows", type=int, default=4096)
+        own.add_argument("--rows", type=int, help="rows of a pass")
         own.add_argument("--seeds", type=int, default=1 if name == "tune" else SEEDS)
         own.add_argument("--apart", action="store_true")
         if name == "final":

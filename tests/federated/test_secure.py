@@ -169,6 +169,8 @@ def test_a_single_update_of_a_plan_for_sums_never_leaves():
     world = make_world()
     with pytest.raises(RoundError, match="leave singly"):
         world.clients[0].answer(world.server.open_round())
+    with pytest.raises(RoundError, match="came singly"):
+        world.server.close_round([])
     with pytest.raises(ConfigurationError, match="sums alone"):
         World((30, 30, 30), view=secure())
 

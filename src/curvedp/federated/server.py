@@ -212,6 +212,11 @@ class Server:
         Raises:
             RoundError: too few are usable. The round stays open: ask again.
         """
+        if self.grid is not None:
+            raise RoundError(
+                "the plan is for sums, and updates came singly",
+                "carry the messages by secure aggregation",
+            )
         accepted: dict[int, Update] = {}
         refused: dict[int, str] = {}
         for update in updates:
