@@ -8,13 +8,15 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-all lint types unit format clean
+.PHONY: help setup demo test test-all trust mutation lint types unit format clean
 
 help:
 	@echo "make setup     create $(VENV) and install curvedp with its tools"
 	@echo "make demo      train dp-sgd, dp-kfc and dp-ngd beside the non-private reference"
 	@echo "make test      lint, types and tests (under 10 minutes on 2 cores)"
 	@echo "make test-all  the same with the slow tests"
+	@echo "make trust     attack the promises and print one page of figures (20 minutes)"
+	@echo "make mutation  planted bugs and generated mutants: how many do tests notice"
 	@echo "make lint      ruff, import contracts, spelling"
 	@echo "make format    let ruff rewrite the code"
 
@@ -34,6 +36,13 @@ test: lint types unit
 
 test-all: lint types setup
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+trust: setup
+	$(BIN)/python -m tests.trust.page --json trust.json $(TRUST)
+
+mutation: setup
+	$(BIN)/python -m tests.trust.planting
+	$(BIN)/python -m tests.trust.mutants --count $(or $(MUTANTS),60)
 
 unit: setup
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"

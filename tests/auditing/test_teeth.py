@@ -77,7 +77,7 @@ def audit_of_a_step():
 def test_a_step_stays_below_its_claim_and_comes_close():
     found, claim = audit_of_a_step()
     assert 0.7 * claim < found.epsilon_lower < claim
-    assert found.distance == pytest.approx(1.0, rel=1e-5)
+    assert found.distance == pytest.approx(1.0, rel=2e-4)
 
 
 def test_clipping_after_summing_is_found(monkeypatch):

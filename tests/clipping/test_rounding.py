@@ -14,10 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from passes import in_float64
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvedp.clipping import FlatClipping, NormalisedClipping, PerLayerClipping
-from curvedp.clipping.bounded import clipped_sum
-from curvedp.layers import Batch, Recording, cover, dense, lookup, precision
+from curvedp.clipping import (
+    FlatClipping,
+    NormalisedClipping,
+    PerLayerClipping,
+    bounded,
+)
+from curvedp.clipping.bounded import always, clipped_sum, where_needed
+from curvedp.layers import Batch, Recording, cover, dense, lookup, precision, rounding
 from curvedp.layers.conv import ConvGeometry
 from curvedp.layers.costs import NormMethod
 from curvedp.layers.dense import DenseIO
@@ -25,14 +31,16 @@ from curvedp.layers.io import DirectIO
 from curvedp.layers.linear import LinearGeometry
 from curvedp.layers.lookup import LookupIO
 from curvedp.layers.precision import NormPrecision, exact, norms_in
-from curvedp.whitening import IdentityWhitener
+from curvedp.whitening import (
+    DiagonalMap,
+    IdentityWhitener,
+    KroneckerMap,
+    LayerwiseWhitener,
+)
+from curvedp.whitening.roots import IdentityRoot, LowRankRoot
 
 #: The bound holds up to the rounding of the measurement's float32 inputs.
 SLACK = 1e-6
-
-#: As added up in float32, where all but a thousandth has cancelled, the sum's own
-#: rounding shows. Norms are raised for it where it could be more than this.
-SLACK_OF_SUMS = 1e-2
 
 #: Without an allowance the hostile examples exceed the bound by at least this factor.
 VISIBLE = 1.5
@@ -56,7 +64,14 @@ def norms(request):
         yield request.param
 
 
+def counting_what_is_left(monkeypatch):
+    """Norms of what cancels are what they are, and contributions are not shortened."""
+    monkeypatch.setattr(rounding, "REACH", dict.fromkeys(rounding.REACH, math.inf))
+    monkeypatch.setattr(bounded, "kept_of_bound", lambda *_: 1.0)
+
+
 def without_allowances(monkeypatch, *modules):
+    counting_what_is_left(monkeypatch)
     for module in modules:
         monkeypatch.setattr(module, "ROUNDING", dict.fromkeys(precision.ROUNDING, 0.0))
         monkeypatch.setattr(module, "gamma", lambda *_: 0.0, raising=False)
@@ -95,7 +110,7 @@ def added_up(io, rule):
 
 def assert_bounded(io, rule):
     assert contribution(io, rule) <= 1 + SLACK, (io, rule)
-    assert added_up(io, rule) <= 1 + SLACK_OF_SUMS, (io, rule)
+    assert added_up(io, rule) <= 1 + SLACK, (io, rule)
 
 
 def assert_settled_is_bounded(io, rule):
@@ -191,9 +206,131 @@ def test_plain_float32_norms_would_break_the_bound(name, method, norms, monkeypa
 def test_without_the_allowance_the_sum_would_break_the_bound(monkeypatch):
     # the norm is exact in float64; what is added up in float32 is rounding, mostly
     a, d = random_cancellation(16, 40, 10, 1e-8, 1e8, seed=3)
-    assert added_up(linear_io(a, d), FlatClipping(50.0)) <= 1 + SLACK_OF_SUMS
+    assert added_up(linear_io(a, d), FlatClipping(50.0)) <= 1 + SLACK
+    counting_what_is_left(monkeypatch)
+    assert added_up(linear_io(a, d), FlatClipping(50.0)) <= 1 + SLACK
     without_allowances(monkeypatch, dense)
     assert added_up(linear_io(a, d), FlatClipping(50.0)) > VISIBLE
+
+
+def test_rounding_along_the_gradient_is_allowed_for(monkeypatch):
+    """Where ``n^2 + e^2`` would not do: it takes an error for orthogonal to g."""
+
+    def worst():
+        found = []
+        for seed in range(40):
+            generator = torch.Generator().manual_seed(seed)
+            a, d = (torch.randn(1, 2, 1, generator=generator) for _ in "ad")
+            for _ in range(5):
+                scale = 3e4 * torch.rand(1, generator=generator)
+                moved = a * (1 + 1e-4 * torch.randn(a.shape, generator=generator))
+                io = linear_io(torch.cat([a, moved], 1), torch.cat([d, -d], 1) * scale)
+                found.append(added_up(io, FlatClipping(1.0)))
+        return max(found)
+
+    counting_what_is_left(monkeypatch)
+    assert worst() <= 1 + SLACK
+    monkeypatch.setattr(
+        dense, "counted", lambda squares, s, e, _: squares + (e * s).square()
+    )
+    assert worst() > 1 + 100 * SLACK
+
+
+def without_the_first(a, d):
+    """How far the sum moves when the first example leaves, over the bound."""
+    rows = torch.arange(len(a))
+    sums = [
+        clipped_sum(
+            [linear_io(a, d)],
+            FlatClipping(1.0),
+            IdentityWhitener(),
+            parameters={"layer.weight": torch.zeros(d.shape[-1], a.shape[-1])},
+            present=present,
+            step=0,
+        ).values["layer.weight"]
+        for present in (rows >= 0, rows > 0)
+    ]
+    return float((sums[0].double() - sums[1].double()).norm())
+
+
+def test_what_cancels_in_others_does_not_round_differently_without_one(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(64, 1, 30, generator=generator)
+    d = 1e8 * torch.randn(64, 1, 10, generator=generator)
+    a, d = torch.cat([a, a], 1), torch.cat([d, -d], 1)
+    a[0], d[0] = torch.randn(2, 30), torch.randn(2, 10)
+    assert without_the_first(a, d) <= 1 + SLACK
+    monkeypatch.setattr(rounding, "REACH", dict.fromkeys(rounding.REACH, math.inf))
+    assert without_the_first(a, d) > 1 + 1e-3
+
+
+@pytest.mark.parametrize("examples", [64, 1024, 4096])
+def test_equal_examples_do_not_round_apart(examples, monkeypatch):
+    """The sum is as large as can be, and its last digit with it."""
+
+    def worst():
+        found = []
+        for seed in range(6):
+            generator = torch.Generator().manual_seed(seed)
+            a = 10 * torch.randn(1, 1, 3, generator=generator).expand(examples, 1, 3)
+            d = torch.ones(examples, 1, 2)
+            found.append(without_the_first(a.contiguous(), d))
+        return max(found)
+
+    assert worst() <= 1 + SLACK
+    monkeypatch.setattr(bounded, "kept_of_bound", lambda *_: 1.0)
+    assert worst() > 1
+
+
+@pytest.mark.parametrize("kind", ["ramp", "random", "pairs"])
+@pytest.mark.parametrize(("p", "r"), [(1, 1), (3, 2), (16, 8)])
+@pytest.mark.parametrize("examples", [8, 64, 512])
+def test_everybody_else_cancels_and_one_leaves(examples, p, r, kind):
+    """The worst batches that we know: terms as long as may be, nothing left of them.
+
+    In one coordinate rounding can only point along the gradient.
+    """
+    for t in (2, 16, 128):
+        generator = torch.Generator().manual_seed(t)
+        a = torch.randn(examples, t // 2, p, generator=generator)
+        d = 1e4 * torch.randn(examples, t // 2, r, generator=generator)
+        if kind == "ramp":  # up, and down again
+            a, d = a.abs(), d.abs()
+        if kind == "pairs":
+            a, d = torch.stack([a, a], 2), torch.stack([d, -d], 2)
+            a, d = a.flatten(1, 2), d.flatten(1, 2)
+        else:
+            a, d = torch.cat([a, a], 1), torch.cat([d, -d], 1)
+        a[0], d[0] = torch.randn(p, generator=generator), 3.0
+        assert without_the_first(a, d) <= 1 + SLACK
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    t=st.sampled_from([2, 5, 33]),
+    exponent=st.floats(0, 9),
+    method=st.sampled_from([None, *METHODS]),
+    norms=st.sampled_from(list(NormPrecision)),
+    seed=st.integers(0, 99),
+)
+def test_an_example_counts_for_its_terms(t, exponent, method, norms, seed):
+    """Beside the slow twin: the lengths of the terms, one by one, in float64."""
+    half = torch.Generator().manual_seed(seed)
+    a, d = torch.randn(3, t, 6, generator=half), torch.randn(3, t, 4, generator=half)
+    a[:, 1], d[:, 1] = a[:, 0] * (1 + 10**-exponent), -d[:, 0]
+    d[:, 2:] = 0
+    with norms_in(norms):
+        counted = linear_io(a, d, method).sq_norms().sqrt()
+    lengths = a.double().norm(dim=2) * d.double().norm(dim=2)
+    limit = torch.full((), rounding.REACH[torch.float32], dtype=torch.float64)
+    assert torch.all(counted >= lengths.sum(1) / limit * (1 - 1e-6))
+    gradients = torch.einsum("btr,btp->brp", d.double(), a.double())
+    left = gradients.flatten(1).norm(dim=1)
+    assert torch.all(counted >= left * (1 - 1e-12))
+    if norms is NormPrecision.WIDE:  # and for no more
+        spread = a.double().flatten(1).norm(dim=1) * d.double().flatten(1).norm(dim=1)
+        most = torch.maximum(left + (t + 9) * 2.0**-24 * spread, spread / limit)
+        assert torch.all(counted <= most * (1 + 1e-6))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -385,8 +522,9 @@ def test_norms_of_a_model_under_autocast_are_true_float32(method):
                 given_norms = io.sq_norms()
             assert given_norms.dtype == torch.float64
             true = sum(g.flatten(1).square().sum(1) for g in in_float64(io).values())
-            # bfloat16 products would be off in the third digit
-            assert torch.all((given_norms / true - 1).abs() < 1e-6)
+            # bfloat16 products would be off in the third digit, and what is allowed for
+            # the rounding of the sum is in the sixth
+            assert torch.all((given_norms / true - 1).abs() < 1e-5)
             assert torch.all(given_norms >= true * (1 - SLACK))
         total = clipped_sum(
             ios,
@@ -397,3 +535,83 @@ def test_norms_of_a_model_under_autocast_are_true_float32(method):
             step=0,
         )
     assert all(v.dtype == torch.float32 for v in total.values.values())
+
+
+# -- no look at values -----------------------------------------------------------------
+
+
+class Looks(TorchDispatchMode):
+    """Counts how often Python asks for a value: on a GPU it has to wait for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("replacing", "looks"), [(always, 0), (where_needed, 1)])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_step_looks_at_no_value_but_one(replacing, looks, mapped):
+    """Without a graph it asks whether all examples are finite, and nothing else."""
+    module = nn.Conv2d(4, 8, 3)
+    x, d = torch.randn(3, 4, 6, 6), torch.randn(3, 8, 4, 4)
+    geometry = ConvGeometry.of(module)
+    io = DenseIO("conv", "weight", "bias", [(x, d)], geometry)
+    whitener = IdentityWhitener()
+    if mapped:
+        basis = torch.linalg.qr(torch.randn(1, 37, 5, dtype=torch.float64))[0]
+        values = torch.linspace(0.1, 1, 5, dtype=torch.float64).unsqueeze(0)
+        root = LowRankRoot(basis, values, torch.ones(1, dtype=torch.float64))
+        shape = module.weight.shape
+        own = KroneckerMap("weight", "bias", shape, 1, IdentityRoot(), root)
+        whitener = LayerwiseWhitener([own], ["weight", "bias"])
+    options = {
+        "parameters": dict(module.named_parameters()),
+        "present": torch.ones(3, dtype=torch.bool),
+        "step": 0,
+        "replacing": replacing,
+    }
+    clipped_sum([io], FlatClipping(1.0), whitener, **options)  # finds what maps keep
+    with Looks() as seen:
+        clipped_sum([io], FlatClipping(1.0), whitener, **options)
+    assert seen.count == looks
+
+
+# -- factors that are long while their product is not ----------------------------------
+
+
+@pytest.mark.parametrize("long_input", [True, False])
+@pytest.mark.parametrize("mapped", ["not", "kronecker", "diagonal"])
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize(("p", "r"), [(2, 5), (5, 2)])  # which of them is scaled
+def test_a_factor_that_a_weight_would_overflow_adds_nothing(
+    long_input, mapped, positions, p, r
+):
+    torch.manual_seed(0)
+    x, d = torch.rand(2, positions, p), torch.rand(2, positions, r)
+    long, short = (x, d) if long_input else (d, x)
+    long[0], short[0] = long[0] * 3e37, short[0] * 1e-38
+    io = DenseIO("a", "weight", None, [(x, d)], LinearGeometry(torch.Size((r, p))))
+    whitener = IdentityWhitener()
+    if mapped == "kronecker":
+        basis = torch.linalg.qr(torch.randn(1, p, 1, dtype=torch.float64))[0]
+        ones = torch.ones(1, 1, dtype=torch.float64)
+        root = LowRankRoot(basis, 0.5 * ones, ones[0])
+        own = KroneckerMap("weight", None, torch.Size((r, p)), 1, IdentityRoot(), root)
+        whitener = LayerwiseWhitener([own], ["weight"])
+    elif mapped == "diagonal":
+        scales = torch.rand(r, p, dtype=torch.float64)
+        whitener = LayerwiseWhitener([DiagonalMap({"weight": scales})], ["weight"])
+
+    def summed(first):
+        return clipped_sum(
+            [io], NormalisedClipping(1.0), whitener,
+            parameters={"weight": torch.zeros(r, p)},
+            present=torch.tensor([first, True]), step=0, scale=64.0,
+        ).values["weight"]  # fmt: skip
+
+    assert bool(summed(True).isfinite().all())
+    assert torch.equal(summed(True), summed(False))

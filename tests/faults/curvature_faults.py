@@ -123,7 +123,7 @@ FAULTS = [
     Fault(
         "12 norms of a diagonal map from float32 gradients",
         checks.what_cancels_in_float32_counts,
-        (Patch(DiagonalMap._sq_norms, "wide.per_example()", "io.per_example()"),),
+        (Patch(DiagonalMap._sq_norms, "exactly.per_example()", "io.per_example()"),),
     ),
     Fault(
         "12 a measured factor that is not cut",

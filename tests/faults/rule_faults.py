@@ -5,9 +5,9 @@ from __future__ import annotations
 from curvedp import Trainer
 from curvedp.accounting import Ledger
 from curvedp.clipping import bounded, rules
-from curvedp.layers import coverage, resolve, verify
+from curvedp.layers import coverage, resolve, rounding, verify
 from curvedp.layers.capture import Recording
-from curvedp.noise import GaussianMechanism, RandomStreams
+from curvedp.noise import GaussianMechanism, RandomStreams, Stream
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalLoader
 from curvedp.train import ledgers
@@ -16,7 +16,7 @@ from curvedp.train.journal import Journal
 from curvedp.train.noise import RunNoise
 from curvedp.train.wrapped import PrivateLoader
 
-from . import checks, ledger_checks
+from . import checks, ledger_checks, rounding_checks
 from .mutate import Fault, Patch
 
 FAULTS = [
@@ -244,6 +244,33 @@ FAULTS = [
         "12 bound",
         checks.contribution_is_bounded,
         (Patch(rules.FlatClipping.weights, ".clamp_max(1)", ".clamp_min(1)"),),
+    ),
+    Fault(
+        "12 rounding taken for orthogonal to the gradient",
+        rounding_checks.rounding_along_a_gradient_is_covered,
+        (
+            Patch(
+                rounding.counted,
+                "return torch.maximum(norms, terms / REACH[summed_in]).square()",
+                "return squares + (rounding * terms).square()",
+            ),
+        ),
+    ),
+    Fault(
+        "12 float32 sums of what cancels",
+        rounding_checks.what_others_cancel_is_not_rounded_away,
+        (
+            Patch(
+                rounding.counted,
+                "torch.maximum(norms, terms / REACH[summed_in])",
+                "norms",
+            ),
+        ),
+    ),
+    Fault(
+        "11 masks from the public seed",
+        rounding_checks.masks_and_views_are_secret,
+        (Patch(Stream.is_secret, " or self in (Stream.FORWARD, Stream.VIEWS)", ""),),
     ),
     Fault(
         "13 delta",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from . import curvature_faults, peer_faults, rule_faults
+from . import correlated_faults, curvature_faults, peer_faults, rule_faults
 from .mutate import planted
 from .peers import PEERS
 
 FAULTS = rule_faults.FAULTS + curvature_faults.FAULTS + peer_faults.FAULTS
+FAULTS += correlated_faults.FAULTS
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(f.check for f in FAULTS))
@@ -30,6 +31,11 @@ def test_check_fails_when_the_guard_is_removed(fault):
 def test_faults_have_names_of_their_own():
     names = [fault.rule for fault in FAULTS]
     assert len(set(names)) == len(names)
+
+
+def test_every_rule_of_the_design_has_a_fault():
+    first_words = [fault.rule.split()[0] for fault in FAULTS]
+    assert {int(w) for w in first_words if w.isdigit()} == set(range(1, 14))
 
 
 @pytest.mark.parametrize("clause", PEERS, ids=lambda c: c.failure)

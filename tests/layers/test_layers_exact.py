@@ -19,9 +19,11 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 #: Largest relative deviation from the reference. float32: the rounding of a backward
-#: pass of a few layers. bfloat16 keeps 8 bits of every intermediate value. In float64
-#: what is left is the 2^-20 that the rules take off the bound.
-TOLERANCE = {torch.float64: 2e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+#: pass of a few layers, and what norms are raised and contributions are shortened by
+#: for the sum's. bfloat16 keeps 8
+#: bits of every intermediate value. In float64 what is left is the 2^-20 that the rules
+#: take off the bound.
+TOLERANCE = {torch.float64: 2e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 #: The bound holds up to the rounding of a float32 coordinate.
 SLACK = 1e-6

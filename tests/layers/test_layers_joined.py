@@ -14,6 +14,7 @@ from curvedp.layers.io import DirectIO, UnreachedIO
 from curvedp.layers.joined import JoinedIO
 from curvedp.layers.linear import LinearGeometry
 from curvedp.layers.lookup import LookupIO
+from curvedp.layers.rounding import REACH
 
 SIZE = 6
 
@@ -55,7 +56,8 @@ def test_the_norm_is_that_of_the_sum_in_chunks_too(name, monkeypatch):
         true = squares(in_float64(io))
         norms = io.sq_norms()
         assert torch.all(norms >= true * (1 - SAME))
-        assert torch.allclose(norms, true, rtol=1e-6)
+        # raised by what the float32 sum may round
+        assert torch.allclose(norms, true, rtol=1e-4)
         monkeypatch.setattr(joined, "CHUNK_ELEMENTS", {"cpu": 1})
         assert torch.allclose(io.sq_norms(), norms, rtol=SAME)
         pieces = [io.take(slice(i, i + 2)).sq_norms() for i in range(0, SIZE, 2)]
@@ -68,7 +70,7 @@ def test_the_rows_of_a_person_are_one_gradient(name):
         people = {n: g.unflatten(0, (-1, 2)).sum(1) for n, g in in_float64(io).items()}
         together = grouped(io, 2)
         assert together.batch_size == SIZE // 2
-        assert torch.allclose(together.sq_norms(), squares(people), rtol=1e-5)
+        assert torch.allclose(together.sq_norms(), squares(people), rtol=5e-4)
         weights = torch.tensor([0.5, 0.0, 2.0])
         for name_, total in together.weighted_sum(weights).items():
             expected = torch.einsum("i,i...->...", weights.double(), people[name_])
@@ -134,7 +136,9 @@ def test_parts_that_cancel_contribute_no_more_than_the_bound(method):
         method,
     )
     io = JoinedIO("table", [LookupIO("table", "w", TOKENS, None, [(ids, d)]), head])
-    assert io.sq_norms() < 1e-6 * head.sq_norms(), "they do cancel"
+    left = flat(io.per_example()).norm()
+    assert left**2 < 1e-6 * head.sq_norms(), "they do cancel"
+    assert io.sq_norms() >= head.sq_norms() / REACH[torch.float32] ** 2
     rule = FlatClipping(1e-6)
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(TOKENS, p))

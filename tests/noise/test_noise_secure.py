@@ -295,8 +295,12 @@ def test_secret_draws_do_not_come_from_numpy():
             streams.generator(stream, 0, 0)
         with pytest.raises(CurvedpError, match="cryptographic"):
             streams.torch_seed(stream, 0)
-    again = SecureStreams(3).torch_seed(Stream.FORWARD, 1)
-    assert streams.torch_seed(Stream.FORWARD, 1) == again
+    again = SecureStreams(3)
+    assert streams.torch_seed(Stream.PROBE, 1) == again.torch_seed(Stream.PROBE, 1)
+    for stream in (Stream.FORWARD, Stream.VIEWS):  # masks and views of private rows
+        assert streams.torch_seed(stream, 1, 2) == streams.torch_seed(stream, 1, 2)
+        assert streams.torch_seed(stream, 1, 2) != streams.torch_seed(stream, 2, 2)
+        assert streams.torch_seed(stream, 1, 2) != again.torch_seed(stream, 1, 2)
     assert not streams.is_unsafe
 
 

@@ -223,3 +223,8 @@ def test_padding_keeps_structure_dtype_and_rows():
 def test_a_batch_shows_nothing_in_its_repr():
     (batch,) = PhysicalLoader(tensors(), Fixed([5]), 2).steps(0, 1)
     assert "tensor" not in repr(batch)
+
+
+def test_without_views_or_people_a_unit_is_one_row():
+    loader = PhysicalLoader(tensors(), poisson(), 4)
+    assert (loader.views, loader.slots, loader.shown) == (1, 1, None)

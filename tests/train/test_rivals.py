@@ -130,7 +130,7 @@ def test_gep_is_its_definition(share):
     found = whitener.inverse({n: v.double() for n, v in pending.values.items()})
     for name, value in found.items():
         expected = inside[name] + (outside[name] if share else 0.0)
-        assert torch.allclose(value, expected, atol=1e-4)
+        assert torch.allclose(value, expected, rtol=3e-4, atol=1e-4)
     assert joined(outside).norm() > 0.1  # or the residual was not tried
 
 

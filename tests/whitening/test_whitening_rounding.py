@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from curvedp.clipping import FlatClipping, NormalisedClipping
+from curvedp.clipping import FlatClipping, NormalisedClipping, bounded
 from curvedp.clipping.bounded import clipped_sum
 from curvedp.curvature import SecondMoment
-from curvedp.layers import precision
+from curvedp.layers import precision, rounding
 from curvedp.layers.costs import NormMethod
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import DirectIO
@@ -24,6 +24,7 @@ from curvedp.whitening import (
     damped_root,
     maps,
 )
+from curvedp.whitening import diagonal as diagonal_maps
 from curvedp.whitening.roots import DiagonalRoot, FullRoot, IdentityRoot
 
 P, R = 40, 6
@@ -90,6 +91,8 @@ def test_rounding_that_a_map_stretches_is_within_the_bound(kind, damping):
 
 def test_a_sum_in_float32_would_break_the_bound(monkeypatch):
     monkeypatch.setattr(LayerwiseWhitener, "sum_dtype", lambda self, io: None)
+    monkeypatch.setattr(rounding, "REACH", dict.fromkeys(rounding.REACH, math.inf))
+    monkeypatch.setattr(bounded, "kept_of_bound", lambda *_: 1.0)
     worst = 0.0
     for seed in range(5):
         torch.manual_seed(seed)
@@ -164,12 +167,12 @@ def test_repeated_tokens_that_cancel_count_in_a_diagonal_map():
 
 def test_a_small_output_gradient_does_not_vanish_beside_a_large_input(monkeypatch):
     """In float32 ``d^2`` of 1e-30 is zero, and the gradient is not."""
-    monkeypatch.setattr(maps, "norm_dtype", precision.compute_dtype)
-    a, d = torch.full((2, 1, P), 1e30), torch.full((2, 1, R), 1e-27)
+    monkeypatch.setattr(diagonal_maps, "norm_dtype", precision.compute_dtype)
+    a, d = torch.full((2, 1, P), 1e29), torch.full((2, 1, R), 1e-27)
     d[1] = 0.0
     diagonal = DiagonalMap({"w": torch.full(SHAPE, 2.0, dtype=torch.float64)})
     io = DenseIO("l", "w", None, [(a, d)], LinearGeometry(SHAPE))
-    true = float(2 * torch.full((), 1e-27).double() * 1e30) * math.sqrt(P * R)
+    true = float(2 * torch.full((), 1e-27).double() * 1e29) * math.sqrt(P * R)
     found = diagonal.sq_norms(io).sqrt()
     assert true <= float(found[0]) <= true * (1 + 1e-4)
     assert float(found[1]) == 0.0
@@ -216,6 +219,8 @@ def test_rounding_of_the_map_is_counted(monkeypatch):
         return float(total.values["w"].double().norm())
 
     assert 0.99 <= added_up(NormPrecision.WIDE) <= 1 + 1e-6
+    assert added_up(NormPrecision.FLOAT32) <= 1 + 1e-6
+    monkeypatch.setattr(rounding, "REACH", dict.fromkeys(rounding.REACH, math.inf))
     assert added_up(NormPrecision.FLOAT32) <= 1 + 1e-6
     monkeypatch.setattr(maps, "map_rounding", lambda *_: 0.0)
     assert added_up(NormPrecision.FLOAT32) > 1.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -14,14 +15,23 @@ from curvedp.errors import ConfigurationError
 from curvedp.layers.grouping import grouped
 from curvedp.layers.io import LayerIO
 from curvedp.layers.precision import (
+    ROUNDING,
     NormPrecision,
     compute_dtype,
     exact,
     norms_in,
 )
+from curvedp.layers.rounding import REACH
 from curvedp.whitening.base import Part, Whitener, parts_of
 
-__all__ = ["Replacing", "always", "clipped_sum", "own_copy", "where_needed"]
+__all__ = [
+    "Replacing",
+    "always",
+    "clipped_sum",
+    "kept_of_bound",
+    "own_copy",
+    "where_needed",
+]
 
 #: Whether rows are replaced, from which of them are finite ``[B]``.
 Replacing = Callable[[Tensor], bool]
@@ -49,6 +59,7 @@ def clipped_sum(
     slots: int = 1,
     replacing: Replacing = where_needed,
     norms: NormPrecision = NormPrecision.WIDE,
+    expected: float = 0.0,
 ) -> ClippedSum:
     r"""``sum_i c_i P g_i`` over the units (examples or persons) that are present.
 
@@ -70,9 +81,14 @@ def clipped_sum(
         replacing: whether the rows of non-finite examples are replaced. Where it says
             no although there are such rows, the sum must be thrown away.
         norms: precision of the norms; the bound holds in each.
+        expected: declared batch size of the step, of which this is a part.
 
     Guarantees:
         One unit moves the sum by at most ``rule.bound`` in L2 norm, whatever it is.
+        What additions round away depends on everybody in the batch. Norms therefore
+        count what hardly leaves anything for more than it is, and contributions are
+        shortened a little (:func:`curvedp.layers.rounding.counted`; measured, not
+        proven).
         An example with a non-finite value anywhere, or a norm that overflows,
         contributes exactly zero, and leaves the others as they are.
     """
@@ -96,10 +112,11 @@ def clipped_sum(
             ios = [io.keep(finite) for io in ios]
             sq_norms = torch.where(finite, sq_norms, torch.zeros_like(sq_norms))
         kept = finite & present
+        shortened = scale * kept_of_bound(max(2 * expected, len(kept)), first)
         mapped: dict[str, Tensor] = {}
         for own, lengths in zip(parts, sq_norms, strict=True):
             weights = rule.of_part(own.share).weights(lengths)
-            weights = torch.where(kept, weights, torch.zeros_like(weights)) * scale
+            weights = torch.where(kept, weights, torch.zeros_like(weights)) * shortened
             total = _weighted_sum(ios, weights, parameters, own.whitener)
             for name, value in own.whitener.apply(total).items():
                 mapped[name] = mapped[name] + value if name in mapped else value
@@ -123,12 +140,26 @@ def _weighted_sum(
             found[name] = found[name] + part if name in found else part
     total = {}
     for name, p in parameters.items():
-        wide = compute_dtype(p)
+        own = compute_dtype(p)
         if name in found:
-            total[name] = found[name].to(torch.promote_types(wide, found[name].dtype))
+            total[name] = found[name].to(torch.promote_types(own, found[name].dtype))
         else:
-            total[name] = torch.zeros(p.shape, device=p.device, dtype=wide)
+            total[name] = torch.zeros(p.shape, device=p.device, dtype=own)
     return total
+
+
+def kept_of_bound(units: float, like: Tensor) -> float:
+    """What is left of the bound for the rounding of a sum of so many units.
+
+    ``1 - 2 u (B + sqrt(B) REACH)``. A float32 number of the size of B bounds has a last
+    digit of ``B 2^-23`` bounds, and where examples are equal, neighbours round apart by
+    half of it. Where all terms cancel, each is rounded to a last digit of
+    ``REACH 2^-23`` bounds, this way or that: neighbours were seen to round apart by 1.3
+    of ``u sqrt(B) REACH``.
+    """
+    dtype = compute_dtype(like)
+    rounded = ROUNDING[dtype] * (units + math.sqrt(units) * REACH[dtype])
+    return max(0.5, 1 - 2 * rounded)
 
 
 def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:

@@ -262,6 +262,7 @@ class Client:
                 step=batch.step,
                 scale=float(self._loader.physical_batch_size),
                 slots=self._slots,
+                expected=shared.plan.divisors[self.number],
             )
             pending = part if pending is None else pending.merge(part)
         assert pending is not None  # an empty draw is a batch of padding

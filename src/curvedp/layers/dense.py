@@ -25,8 +25,9 @@ the norm and v that of the sum (:mod:`curvedp.layers.rounding` has the proof):
 
 - Gram: ``gram + u (p + r + 2T) S^2``; instantiate: ``(||g|| + u T S)^2``. In float64
   that is nothing; in float32 (a GPU without fast float64) the third to fifth digit.
-- both: ``+ (v T S)^2`` for the sum. Added to the square, it leaves ordinary examples as
-  they are and counts in full where all but rounding has cancelled.
+- both: ``(||g|| + v T S)^2`` for the sum, whose error may point along g. An ordinary
+  example loses the fourth to sixth digit by that. And never less than a 128th of S:
+  what hardly leaves anything rounds the sums of others.
 """
 
 from __future__ import annotations
@@ -47,7 +48,17 @@ from curvedp.layers.precision import (
     norm_dtype,
     short_products,
 )
-from curvedp.layers.rounding import TINY, gamma, lost, product, sq_length, unit
+from curvedp.layers.rounding import (
+    TINY,
+    counted,
+    gamma,
+    lost,
+    product,
+    raised,
+    sq_length,
+    terms_of,
+    unit,
+)
 
 __all__ = ["DenseIO", "Geometry", "outer_sq_norms"]
 
@@ -256,7 +267,7 @@ def outer_sq_norms(
     if method is NormMethod.GRAM:
         gram, sq_a, sq_d = gram_sum(a, d, lambda products, i, j: products + ones)
         sq_a = sq_a + ones * t
-        spread = (sq_a * sq_d).sum(1)
+        spread = terms_of(sq_a, sq_d)
         tiny = t * TINY[gram.dtype] * (p * sq_d + r * sq_a + t).sum(1)
         hidden = gamma(p + r + 2 * t + a.shape[1] + 8, u) * spread + tiny
         squares = gram.clamp_min(0).double() + hidden
@@ -265,16 +276,15 @@ def outer_sq_norms(
         column = d.sum(2, keepdim=True, dtype=_wide(d))
         exact = (sq_length(product(d.mT, a)) + ones * sq_length(column)).sum(1)
         hidden = gamma(t + 8, u) * spread.sqrt()
-        squares = (exact.sqrt() + hidden).square()
-    if rounded := lost(a, d):  # rows that were written down in fewer digits
-        squares = (squares.sqrt() + rounded * spread.sqrt()).square()
-    return squares + in_sum**2 * spread
+        squares = raised(exact, hidden)
+    # rows may have been written down in fewer digits
+    return counted(squares, spread.sqrt(), lost(a, d) + in_sum, summed_in)
 
 
 def _sq_spread(a: Tensor, d: Tensor, bias: bool) -> Tensor:
-    """``S^2``; groups are disjoint parts of ``g_i``."""
+    """``S^2``, ``[B]``."""
     ones = float(a.shape[2]) if bias else 0.0
-    return ((sq_length(a) + ones) * sq_length(d)).sum(1)
+    return terms_of(sq_length(a) + ones, sq_length(d))
 
 
 def _scaled(x: Tensor, weights: Tensor) -> Tensor:

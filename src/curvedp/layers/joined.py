@@ -18,8 +18,9 @@ anything else        both gradients, a chunk of examples at a time
 
 Where the parts cancel, rounding could hide what is left. With ``S_k`` the sum of the
 lengths of the terms that ``g_k`` is a sum of and ``e_k`` the rounding of its sum (see
-:mod:`curvedp.layers.dense`), each pair is raised by ``2 (n u S_k S_l + e_k e_l)``, with
-n the length of the sums and u the round-off of float64.
+:mod:`curvedp.layers.dense`), each pair is raised by ``2 n u S_k S_l``, with n the
+length of the sums and u the round-off of float64, and the norm of what parts have in
+common by ``sum_k e_k``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from curvedp.layers.costs import NormMethod, choose_method
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.lookup import LookupIO
-from curvedp.layers.precision import ROUNDING
+from curvedp.layers.precision import ROUNDING, compute_dtype
+from curvedp.layers.rounding import counted, raised
 
 __all__ = ["JoinedIO", "joined"]
 
@@ -74,12 +76,19 @@ class JoinedIO(LayerIO):
         return tuple(dict.fromkeys(n for part in self.parts for n in part.names))
 
     def sq_norms(self) -> Tensor:
-        total = torch.stack([part.sq_norms() for part in self.parts]).sum(0)
+        names = [name for part in self.parts for name in part.names]
+        if len(set(names)) == len(names):  # each has allowed for its own rounding
+            return torch.stack([part.sq_norms() for part in self.parts]).sum(0)
+        total = torch.stack([_wide_sq_norms(part) for part in self.parts]).sum(0)
         for left, right in combinations(self.parts, 2):
             for name in left.names:
                 if name in right.names:
                     total = total + 2 * _cross(left, right, name)
-        return total.clamp_min(0)
+        spreads = [part.spread() for part in self.parts]
+        errors = torch.stack([spread * e for spread, e in spreads]).sum(0)
+        terms = torch.stack([spread for spread, _ in spreads]).sum(0)
+        summed_in = compute_dtype(_tensors(self.parts[0])[-1])
+        return counted(raised(total.clamp_min(0), errors), terms, 0.0, summed_in)
 
     def weighted_sum(
         self, weights: Tensor, dtype: torch.dtype | None = None
@@ -130,9 +139,24 @@ def _cross(left: LayerIO, right: LayerIO, name: str) -> Tensor:
     for part in _chunks(left, each):
         value, length = product(left.take(part), right.take(part))
         values.append(value)
-    (s, v), (t, w) = left.spread(), right.spread()
-    allowance = (length + 8) * ROUNDING[torch.float64] + v * w
-    return torch.cat(values) + allowance * s * t
+    (s, _), (t, _) = left.spread(), right.spread()
+    return torch.cat(values) + (length + 8) * ROUNDING[torch.float64] * s * t
+
+
+def _wide_sq_norms(io: LayerIO) -> Tensor:
+    """Without what the sum of this part alone would round: parts may cancel."""
+    one = io.take(slice(0, 1))
+    each = sum(x.numel() for x in _tensors(one))
+    return torch.cat(
+        [_in_float64(io.take(part)).sq_norms() for part in _chunks(io, each)]
+    )
+
+
+def _tensors(io: LayerIO) -> list[Tensor]:
+    if isinstance(io, DenseIO | LookupIO):
+        return [x for call in io.calls for x in call]
+    assert isinstance(io, DirectIO)
+    return list(io.grads.values())
 
 
 def _chunks(io: LayerIO, each: int) -> Iterator[slice]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvedp.layers.io import LayerIO, replace_examples
 from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
-from curvedp.layers.rounding import sq_length
+from curvedp.layers.rounding import counted, sq_length
 
 __all__ = ["LookupIO"]
 
@@ -59,7 +59,8 @@ class LookupIO(LayerIO):
         # Sort each example's tokens so that equal ones are neighbours, number the
         # runs, and add each run up: a sum of squares of the true rows, in fixed shapes.
         ids, d = self.tokens()
-        in_sum = (ids.shape[1] + 8) * ROUNDING[d.dtype]
+        summed_in = d.dtype
+        in_sum = (ids.shape[1] + 8) * ROUNDING[summed_in]
         d = d.to(norm_dtype(d))
         ids, order = ids.sort(dim=1)
         d = d.gather(1, order.unsqueeze(-1).expand_as(d))
@@ -75,8 +76,7 @@ class LookupIO(LayerIO):
         spread = lengths.double().square().sum(1)
         norms = sq_length(summed).sqrt()
         in_norm = (ids.shape[1] + 8) * ROUNDING[d.dtype]
-        hidden = in_norm * spread.sqrt()
-        return (norms + hidden).square() + in_sum**2 * spread
+        return counted(norms.square(), spread.sqrt(), in_norm + in_sum, summed_in)
 
     def weighted_sum(
         self, weights: Tensor, dtype: torch.dtype | None = None

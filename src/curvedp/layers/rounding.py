@@ -35,6 +35,13 @@ cores"). ``u = 2^-22`` covers both. A float32 number is written as two bfloat16 
 ``|x - (x_1 + x_2)| <= 2^-16 |x|``: rows are perturbed by ``2^-16`` of their length, and
 the norm of g by ``2^-16 S`` for each factor that was split (and the product of both).
 
+*What others round.* The bounds above are about one example. In the sum over a batch,
+which way a term is rounded depends on everybody, and an example whose terms are far
+longer than what is left of them rounds much. So an example never counts for less than
+``S / REACH`` (:func:`counted`): clipped to C, its terms are then ``REACH C`` long at
+most, whatever they cancel to. Ordinary gradients are a twentieth of S or more, and keep
+their norm; one that cancels to less than ``1 / REACH`` contributes less than C.
+
 These bounds are worst cases. Rounding errors are mostly independent, and then grow like
 ``sqrt(n) u``; no guarantee rests on that.
 """
@@ -49,7 +56,27 @@ from torch import Tensor
 
 from curvedp.layers.precision import ROUNDING, short_products
 
-__all__ = ["SPLIT", "TINY", "gamma", "lost", "product", "sq_length", "unit"]
+__all__ = [
+    "REACH",
+    "SPLIT",
+    "TINY",
+    "counted",
+    "gamma",
+    "lost",
+    "product",
+    "raised",
+    "sq_length",
+    "terms_of",
+    "unit",
+]
+
+#: How long the terms of a clipped example may be, in bounds, by dtype of the sum.
+REACH = {torch.float32: 2.0**7, torch.float64: 2.0**30}
+
+#: Square of the length of rows from which on an example counts as not finite: times its
+#: weight, the longer factor of ``c_i d_t a_t^T`` might overflow although the product
+#: would not.
+LONGEST = 2.0**200
 
 #: Unit round-off of sums on tensor cores; see the module's docstring.
 TENSOR_CORE = 2.0**-22
@@ -72,6 +99,42 @@ def unit(x: Tensor) -> float:
 def gamma(n: int, u: float) -> float:
     """``n u / (1 - n u)``; infinite where it bounds nothing any more."""
     return n * u / (1 - n * u) if n * u < 1 else float("inf")
+
+
+def raised(squares: Tensor, error: Tensor) -> Tensor:
+    """``(sqrt(squares) + error)^2``: the norm with a rounding error of that length.
+
+    Raising the square by ``error^2`` instead would do only for an error that is
+    orthogonal to the vector, and rounding may point along it.
+    """
+    return (squares.sqrt() + error).square()
+
+
+def counted(
+    squares: Tensor, terms: Tensor, rounding: float, summed_in: torch.dtype
+) -> Tensor:
+    """``max(sqrt(squares) + rounding S, S / REACH)^2``: what clipping goes by.
+
+    Args:
+        squares: ``||g_i||^2``, not below the truth, ``[B]``.
+        terms: S, the length of the terms that ``g_i`` is a sum of, stretched by as much
+            as a map may stretch the sum's rounding.
+        rounding: of ``g_i``, relative to S.
+        summed_in: dtype of the clipped sum.
+    """
+    norms = squares.sqrt() + rounding * terms
+    return torch.maximum(norms, terms / REACH[summed_in]).square()
+
+
+def terms_of(sq_a: Tensor, sq_d: Tensor) -> Tensor:
+    """``S^2 = sum_G ||a||^2 ||d||^2``, ``[B]``; infinite where a factor is too long.
+
+    Args:
+        sq_a: ``||a||^2``, ``[B, G]``, float64; groups are disjoint parts of ``g_i``.
+        sq_d: ``||d||^2``, likewise.
+    """
+    longest = torch.maximum(sq_a, sq_d)  # a nan stays one
+    return torch.where(longest > LONGEST, torch.inf, sq_a * sq_d).sum(1)
 
 
 def lost(*factors: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Named random streams: noise and sampling are secret, everything else is public.
+"""Named random streams: what happens to the private data is secret, the rest public.
 
 Each draw has an address, (stream, step, ...), and its generator is derived from the
 stream's entropy and that address alone. So draws of different streams, steps and
@@ -50,19 +50,26 @@ class Stream(Enum):
 
     @property
     def is_secret(self) -> bool:
-        """Whether knowing the stream would undo the guarantee."""
-        return self in (Stream.NOISE, Stream.SAMPLING, Stream.GROUPS)
+        """Whether knowing the stream would undo the guarantee.
+
+        Dropout masks and views belong to rows of a batch. Where one example is missing,
+        others stand in other rows: whoever knows what each row was multiplied with, or
+        how it was cropped, sees more than one example change. While nobody knows, masks
+        and views are the examples' own, independent of everything.
+        """
+        drawn = (Stream.NOISE, Stream.SAMPLING, Stream.GROUPS)
+        return self in drawn or self in (Stream.FORWARD, Stream.VIEWS)
 
 
 class RandomStreams:
     """All randomness of a run.
 
     Args:
-        seed: of the public streams (initialisation, dropout, probes); None draws one.
-        unsafe_reproducible_noise: makes the *secret* streams, noise and sampling,
-            reproducible from a number. Whoever knows the number can subtract the noise:
-            for tests and paired experiments on public data, never for a release. The
-            ledger notes it.
+        seed: of the public streams (initialisation, probes); None draws one.
+        unsafe_reproducible_noise: makes the *secret* streams (noise, sampling, dropout,
+            views) reproducible from a number. Whoever knows the number can subtract the
+            noise: for tests and paired experiments on public data, never for a release.
+            The ledger notes it.
     """
 
     def __init__(

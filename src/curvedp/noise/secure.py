@@ -68,6 +68,11 @@ class SecureStreams(RandomStreams):
         }
         return noisy, std
 
+    def torch_seed(self, stream: Stream, *address: int) -> int:
+        if stream in (Stream.FORWARD, Stream.VIEWS):
+            return int(self._keystream.reader(stream.value, *address).words(1)[0])
+        return super().torch_seed(stream, *address)
+
     def _sequence(
         self, stream: Stream, address: tuple[int, ...]
     ) -> np.random.SeedSequence:

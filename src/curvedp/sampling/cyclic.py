@@ -67,10 +67,14 @@ class CyclicSampler:
 
     def draw(self, step: int, population: int) -> Indices:
         """The indices of a step's batch, all of one group. May be empty."""
+        members = self.members(step, population)
+        return members[self.within.draw(step, len(members))]
+
+    def members(self, step: int, population: int) -> Indices:
+        """The group whose turn it is. Secret, as the groups are."""
         if population not in self._members:
             self._members[population] = self._split(population)
-        members = self._members[population][step % self.groups]
-        return members[self.within.draw(step, len(members))]
+        return self._members[population][step % self.groups]
 
     def _split(self, population: int) -> list[Indices]:
         rng = self.generator()

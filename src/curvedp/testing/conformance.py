@@ -19,6 +19,7 @@ from torch import Tensor
 
 from curvedp.barrier import IDENTITY_FRAME, ClippedSum
 from curvedp.clipping import ClippingRule, clipped_sum
+from curvedp.clipping.bounded import kept_of_bound
 from curvedp.errors import CurvedpError
 from curvedp.layers.io import DirectIO, LayerIO
 from curvedp.noise import Mechanism, NoiseState, RandomStreams
@@ -127,7 +128,9 @@ def check_clipping_rule(rule: ClippingRule, *, seed: int = 0) -> None:
             step=0,
         )
         assert total.bound == rule.bound, "the sum must carry the rule's bound"
-        return float(_flat(total.values).norm())
+        # what is kept for the rounding of a batch would hide a rule that gives too much
+        kept = kept_of_bound(len(scales), parameters["a.w"])
+        return float(_flat(total.values).norm()) / kept
 
     for i, scale in enumerate(scales):
         length = contribution(ios, i)

@@ -135,7 +135,7 @@ def chosen_views(
     streams: RandomStreams,
     people: People | None = None,
 ) -> Views | None:
-    """Views of each example, drawn from a public stream; None without augmentation."""
+    """Views of each example, drawn from a secret stream; None without augmentation."""
     if augment is None:
         if count != 1:
             raise ConfigurationError(

@@ -286,6 +286,7 @@ class Engine:
             scale=scale / self._loader.views,
             slots=self._loader.slots,
             norms=self._norms,
+            expected=self.plan.sampling.expected_batch_size,
         )
         return self._merge(part, batch)
 
@@ -358,6 +359,7 @@ class Engine:
             slots=self._loader.slots,
             views=self._loader.views,
             norms=self._norms,
+            expected=self.plan.sampling.expected_batch_size,
             capture=capture,
             **options,
         )

@@ -80,6 +80,7 @@ class GraphedPass:
         slots: rows of one unit.
         views: of an example, whose mean gradient is clipped.
         norms: precision of the norms.
+        expected: declared batch size of a step.
         capture: how a pass is recorded; its slow twin runs the pass again.
         hoped_bytes: from how many on nothing is replaced before the CPU has looked.
 
@@ -96,6 +97,7 @@ class GraphedPass:
         slots: int = 1,
         views: int = 1,
         norms: NormPrecision = NormPrecision.WIDE,
+        expected: float = 0.0,
         capture: Capture | None = None,
         hoped_bytes: int = HOPED_BYTES,
     ) -> None:
@@ -105,6 +107,7 @@ class GraphedPass:
         self._slots = slots
         self._views = views
         self._norms = norms
+        self._expected = expected
         self._capture = capture or CudaCapture()
         self._graphs: dict[Hashable, tuple[list[Any], Pass]] = {}
         self._whitener: Whitener | None = None
@@ -192,6 +195,7 @@ class GraphedPass:
             slots=self._slots,
             replacing=replacing,
             norms=self._norms,
+            expected=self._expected,
         )
         return part, loss, torch.ones_like(loss) if careful else hoping.held
 

@@ -144,7 +144,14 @@ class Trainer:
         self._checkpoint_every = checkpoint_every
         self._journal = journal
         self._physical = physical_batch_size
-        self._streams = RandomStreams(seed)
+        self._streams = RandomStreams(
+            seed, unsafe_reproducible_noise=unsafe_reproducible_noise
+        )
+        if not self.recipe.private and unsafe_reproducible_noise is None:
+            # nothing is promised about a reference: all of it follows from the seed
+            self._streams = RandomStreams(
+                self._streams.seed, unsafe_reproducible_noise=self._streams.seed
+            )
         self._unsafe = unsafe_reproducible_noise
         self._show_loss = show_private_training_loss
         self._observers = [on_progress] if callable(on_progress) else [*on_progress]
@@ -337,10 +344,9 @@ class Trainer:
     def reproducible_forward(
         self, device: torch.device
     ) -> Iterator[Callable[[int], None]]:
-        """Dropout and the like draw from a stream of their own, addressed by step.
+        """Dropout and the like draw from a secret stream of their own.
 
-        So a resumed run draws what the unbroken one would have, and the caller's global
-        random state is left alone.
+        It is addressed by step, and the caller's global random state is left alone.
         """
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):

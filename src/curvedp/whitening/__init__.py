@@ -8,10 +8,11 @@ from curvedp.whitening.build import (
     diagonal_whitening,
 )
 from curvedp.whitening.damping import Damping, damped_root
+from curvedp.whitening.diagonal import DiagonalMap
 from curvedp.whitening.identity import IdentityWhitener
 from curvedp.whitening.joint import FloorSchedule, JointMap, matched_floor
 from curvedp.whitening.layerwise import LayerwiseWhitener
-from curvedp.whitening.maps import DiagonalMap, IdentityMap, KroneckerMap, LayerMap
+from curvedp.whitening.maps import IdentityMap, KroneckerMap, LayerMap
 from curvedp.whitening.subspace import (
     SubspaceMap,
     SubspaceWhitener,

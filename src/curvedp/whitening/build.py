@@ -33,9 +33,10 @@ from curvedp.curvature import (
 from curvedp.errors import ConfigurationError
 from curvedp.whitening.costs import affordable_rank
 from curvedp.whitening.damping import Damping, damped_root, diagonal_root
+from curvedp.whitening.diagonal import DiagonalMap
 from curvedp.whitening.joint import JointMap, matched_floor
 from curvedp.whitening.layerwise import LayerwiseWhitener
-from curvedp.whitening.maps import DiagonalMap, IdentityMap, KroneckerMap, LayerMap
+from curvedp.whitening.maps import IdentityMap, KroneckerMap, LayerMap
 from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, ProductRoot, Root
 
 __all__ = ["SIDES", "JointWhitening", "KroneckerWhitening", "diagonal_whitening"]

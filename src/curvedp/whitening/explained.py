@@ -28,11 +28,11 @@ from curvedp.whitening.costs import (
     outputs_first,
     thin_work,
 )
+from curvedp.whitening.diagonal import DiagonalMap
 from curvedp.whitening.joint import JointMap
 from curvedp.whitening.layerwise import LayerwiseWhitener
 from curvedp.whitening.maps import (
     DenseMap,
-    DiagonalMap,
     IdentityMap,
     KroneckerMap,
     LayerMap,
@@ -168,7 +168,10 @@ def _dense(layer: LayerMap, io: DenseIO) -> Choice:
         work = Work(2.0 * size, 3.0 * size / shape.outputs)
         return replace(plain, inputs="diagonal", whitening=work, mapping=_scaled(layer))
     # mapped as a whole: written down for a chunk of examples, whatever the planner says
-    own = _of_whole(layer, shape.size + (io.bias is not None) * shape.outputs)
+    size = shape.size + (io.bias is not None) * shape.outputs * shape.groups
+    own = _of_whole(layer, size)
+    if isinstance(layer, DiagonalMap):  # the lengths of terms, entry by entry
+        own = own + Work(2.0 * size)
     instantiated = Work(2.0 * shape.positions * shape.size, 2.0 * shape.size)
     return replace(
         plain,

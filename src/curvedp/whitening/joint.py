@@ -23,7 +23,8 @@ from curvedp.errors import ConfigurationError
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import LayerIO
 from curvedp.layers.precision import ROUNDING, norm_dtype, square_dtype
-from curvedp.whitening.maps import DenseMap, Values, like, raised
+from curvedp.layers.rounding import counted, terms_of
+from curvedp.whitening.maps import DenseMap, Values, like
 
 __all__ = ["FloorSchedule", "JointMap", "matched_floor"]
 
@@ -67,10 +68,11 @@ class JointMap(DenseMap):
         if isinstance(io, DenseIO):
             return torch.cat([self._of_rows(io, part) for part, _ in io.chunks()])
         m = self.matrix(io.per_example())
-        rounding = 8 * ROUNDING[norm_dtype(m)]
+        summed_in = norm_dtype(m)
         m = m.to(square_dtype(m))
-        error = self._largest * rounding * m.square().sum((1, 2, 3)).sqrt()
-        return raised(self._of_gradients(m), error)
+        terms = self._largest * m.square().sum((1, 2, 3)).sqrt()
+        rounding = 8 * ROUNDING[summed_in]
+        return counted(self._of_gradients(m), terms, rounding, summed_in)
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
         return norm_dtype(like(io))
@@ -82,9 +84,11 @@ class JointMap(DenseMap):
     def _of_rows(self, io: DenseIO, part: slice) -> Tensor:
         like = io.calls[0][1]
         a, d = io.rows(part, square_dtype(like))
-        spread = (a.square().sum((2, 3)) * d.square().sum((2, 3))).sum(1).sqrt()
-        rounding = (a.shape[2] + 8) * ROUNDING[norm_dtype(like)]
-        return raised(self._of_pairs(a, d), self._largest * rounding * spread)
+        spread = terms_of(a.square().sum((2, 3)), d.square().sum((2, 3))).sqrt()
+        summed_in = norm_dtype(like)
+        rounding = (a.shape[2] + 8) * ROUNDING[summed_in]
+        terms = self._largest * spread
+        return counted(self._of_pairs(a, d), terms, rounding, summed_in)
 
     def _of_pairs(self, a: Tensor, d: Tensor) -> Tensor:
         if a.shape[2] > 1:

@@ -15,9 +15,9 @@ norm is raised by what float32 can hide, ``e ||P|| S`` with e from lemma 4 of
 The clipped sum is added up before it is mapped, and a map may stretch its rounding more
 than the gradient, which may lie where the map shrinks most. An example's rounding is at
 most ``e = (T + 8) v S`` with v the round-off of the sum and
-``S >= sum_t ||d_t|| ||a_t||``, and a norm is raised to ``||P g|| + ||P|| e``: by
-nothing to speak of in float64, in the fourth digit in float32. A map that could make it
-more than that, by its condition, is added up in float64 where norms are.
+``S >= sum_t ||d_t|| ||a_t||``, and a norm is raised to ``||P g|| + ||P|| e``, and to
+``||P|| S / REACH`` if that is more (:func:`curvedp.layers.rounding.counted`). A map
+that could make much of it, by its condition, is added up in float64 where norms are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +41,15 @@ from curvedp.layers.precision import (
     norm_dtype,
     square_dtype,
 )
-from curvedp.layers.rounding import gamma, lost, product, unit
-from curvedp.layers.widened import widened
+from curvedp.layers.rounding import (
+    REACH,
+    counted,
+    gamma,
+    lost,
+    product,
+    terms_of,
+    unit,
+)
 from curvedp.whitening import thin
 from curvedp.whitening.costs import inputs_first, outputs_first
 from curvedp.whitening.roots import (
@@ -57,12 +63,12 @@ from curvedp.whitening.roots import (
 
 __all__ = [
     "DenseMap",
-    "DiagonalMap",
     "IdentityMap",
     "KroneckerMap",
     "LayerMap",
+    "in_dtype_of",
     "like",
-    "raised",
+    "wide",
 ]
 
 Values = Mapping[str, Tensor]
@@ -127,82 +133,6 @@ class IdentityMap:
 
 
 @dataclass(frozen=True)
-class DiagonalMap:
-    """A positive number for each coordinate.
-
-    Attributes:
-        scales: by parameter name, in the parameter's shape.
-    """
-
-    scales: Mapping[str, Tensor]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.scales)
-
-    def sq_norms(self, io: LayerIO) -> Tensor:
-        if isinstance(io, DenseIO) and io.shape.positions == 1:
-            return self._of_products(io)
-        one = like(io)
-        limit = CHUNK_ELEMENTS.get(one.device.type, CHUNK_ELEMENTS["cpu"])
-        size = max(1, limit // max(1, sum(s.numel() for s in self.scales.values())))
-        parts = [
-            self._sq_norms(io.take(slice(start, start + size)), norm_dtype(one))
-            for start in range(0, io.batch_size, size)
-        ]
-        return torch.cat(parts)
-
-    def _of_products(self, io: DenseIO) -> Tensor:
-        """``sum_jk (d_j s_jk a_k)^2`` of one position: no gradient is written down."""
-        a, d = io.rows(dtype=norm_dtype(io.calls[0][1]))  # [B, G, 1, p], [B, G, 1, r]
-        groups, r = d.shape[1], d.shape[3]
-        scales = self.scales[io.weight].reshape(groups, r, -1)
-        if io.bias is not None:
-            bias = self.scales[io.bias].reshape(groups, r, 1)
-            scales = torch.cat([scales, bias], -1)
-        # directions and lengths apart: squares of small numbers would vanish
-        (a, a_lengths), (d, d_lengths) = _directions(a), _directions(d)
-        squares = (d.square() @ scales.square().to(d.device, d.dtype)) * a.square()
-        # a sum of squares: rounding is relative, nothing can cancel
-        rounding = 4 * (a.shape[3] + r + 8) * ROUNDING[d.dtype]
-        lengths = (a_lengths * d_lengths).square()  # [B, G]
-        return (squares.double().sum((2, 3)) * lengths).sum(1) * (1 + rounding)
-
-    def _sq_norms(self, io: LayerIO, dtype: torch.dtype) -> Tensor:
-        # written down in the dtype of the sum, or what cancels here is left there
-        wide = widened(io, dtype)
-        grads = {n: g * self.scales[n].to(dtype) for n, g in wide.per_example().items()}
-        mapped = DirectIO(io.name, grads).sq_norms()
-        spread, rounding = wide.spread()
-        return raised(mapped, 2 * self._largest * rounding * spread)
-
-    @cached_property
-    def _largest(self) -> float:
-        return max(float(s.max()) for s in self.scales.values())
-
-    def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
-        return norm_dtype(like(io))
-
-    def apply(self, values: Values) -> dict[str, Tensor]:
-        return {n: _as(values[n], _wide(values[n]) * s) for n, s in self._scales()}
-
-    adjoint = apply
-
-    def inverse(self, values: Values) -> dict[str, Tensor]:
-        return {n: _as(values[n], _wide(values[n]) / s) for n, s in self._scales()}
-
-    def row_sq_norms(self, like: Values, *, inverse: bool = False) -> dict[str, Tensor]:
-        squares = {n: s.square() for n, s in self._scales()}
-        return {n: _as(like[n], 1 / s if inverse else s) for n, s in squares.items()}
-
-    def _scales(self) -> list[tuple[str, Tensor]]:
-        return list(self.scales.items())
-
-    def tensors(self) -> dict[str, Any]:
-        return dict(self.scales)
-
-
-@dataclass(frozen=True)
 class DenseMap:
     """What maps of a matrix ``[G, r, p]`` have in common.
 
@@ -236,9 +166,11 @@ class DenseMap:
     def values(self, m: Tensor, like: Values) -> dict[str, Tensor]:
         """The inverse of :meth:`matrix`, in the dtypes of ``like``."""
         weight = m if self.bias is None else m[..., :-1]
-        found = {self.weight: _as(like[self.weight], weight.reshape(self.shape))}
+        found = {
+            self.weight: in_dtype_of(like[self.weight], weight.reshape(self.shape))
+        }
         if self.bias is not None:
-            found[self.bias] = _as(like[self.bias], m[..., -1].flatten())
+            found[self.bias] = in_dtype_of(like[self.bias], m[..., -1].flatten())
         return found
 
 
@@ -265,29 +197,33 @@ class KroneckerMap(DenseMap):
         if not thin.measures(self.right, self.left):
             return wide
         terms = 8 + (io.shape.positions if isinstance(io, DenseIO) else 0)
-        stretched = terms * ROUNDING[torch.float32] * self.right.condition
-        return None if stretched <= SUM_STRETCH else wide
+        condition = self.right.condition
+        stretched = terms * ROUNDING[torch.float32] * condition
+        fits = stretched <= SUM_STRETCH and condition <= REACH[torch.float32]
+        return None if fits else wide
 
-    def _sum_rounding(self, io: LayerIO) -> float:
-        return ROUNDING[self.sum_dtype(io) or compute_dtype(like(io))]
+    @property
+    def _largest(self) -> float:
+        """Of the map without its scale."""
+        return self.left.largest * self.right.largest
+
+    def _summed_in(self, io: LayerIO) -> torch.dtype:
+        return self.sum_dtype(io) or compute_dtype(like(io))
 
     def _sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, DenseIO):
             return torch.cat([self._of_rows(io, *item) for item in io.chunks()])
         if isinstance(io, LookupIO):
             return self._of_tokens(io)
-        largest = self.left.largest * self.right.largest
-        grads = io.per_example()
+        summed_in, grads = self._summed_in(io), io.per_example()
         size = max(1, _chunk(io) // self.shape.numel())
         found = []
         for start in range(0, io.batch_size, size):
             part = {n: g[start : start + size] for n, g in grads.items()}
-            m = self.matrix(part)
-            rounding = 8 * self._sum_rounding(io)
-            m = m.to(norm_dtype(m))
-            rounding += self._map_rounding(m.dtype)
-            error = largest * rounding * _sq_norms(m).sum(1).sqrt()
-            found.append(raised(self._of_gradients(m), error))
+            m = (own := self.matrix(part)).to(norm_dtype(own))
+            rounding = 8 * ROUNDING[summed_in] + self._map_rounding(m.dtype)
+            terms = self._largest * _sq_norms(m).sum(1).sqrt()
+            found.append(counted(self._of_gradients(m), terms, rounding, summed_in))
         return torch.cat(found)
 
     def measures_thin(self, io: LayerIO) -> bool:
@@ -304,15 +240,15 @@ class KroneckerMap(DenseMap):
             squares, spread = thin.sq_norms(a, d, self.right, bias, method)
         else:
             a, d = io.rows(part, dtype)
-            spread = (_sq_norms(a) * _sq_norms(d)).sum(1)
+            spread = terms_of(_sq_norms(a), _sq_norms(d))
             squares = self._of_pairs(io, a, d, method)
-        rounding = (a.shape[2] + 8) * self._sum_rounding(io)
+        summed_in = self._summed_in(io)
+        rounding = (a.shape[2] + 8) * ROUNDING[summed_in]
         if dtype is not torch.float64:
             rounding += self._map_rounding(dtype)
             if a.shape[2] > 1:
                 rounding += gamma(a.shape[2] + 8, unit(a)) + lost(a, d)
-        error = self.left.largest * self.right.largest * rounding * spread.sqrt()
-        return raised(squares, error)
+        return counted(squares, self._largest * spread.sqrt(), rounding, summed_in)
 
     def _map_rounding(self, dtype: torch.dtype) -> float:
         """Of the mapped rows, relative to ``||L|| ||R||`` and their own length."""
@@ -354,8 +290,7 @@ class KroneckerMap(DenseMap):
         mapped = self.right.times((d * rows).unsqueeze(1)).squeeze(1)
         squares = replace(io, calls=[(ids, mapped)], padding=None).sq_norms()
         rounding = (ids.shape[1] + 8) * ROUNDING[d.dtype] + self._map_rounding(d.dtype)
-        error = rounding * io.spread()[0]
-        return raised(squares, self.left.largest * self.right.largest * error)
+        return counted(squares, self._largest * io.spread()[0], rounding, d.dtype)
 
     def _map(self, m: Tensor) -> Tensor:
         return self.left.times(self.right.times(m).mT).mT
@@ -363,15 +298,15 @@ class KroneckerMap(DenseMap):
     def apply(self, values: Values) -> dict[str, Tensor]:
         if thin.applies(self.right, self.left):
             return self._thin_apply(values, self.right)
-        return self.values(self.scale * self._map(_wide(self.matrix(values))), values)
+        return self.values(self.scale * self._map(wide(self.matrix(values))), values)
 
     def _thin_apply(self, values: Values, root: LowRankRoot) -> dict[str, Tensor]:
         parts = (self.groups, self.shape[0] // self.groups, -1)
-        weight, *rest = (_wide(values[n]).reshape(parts) for n in self.names)
+        weight, *rest = (wide(values[n]).reshape(parts) for n in self.names)
         mapped = thin.times(weight, rest[0] if rest else None, root, self.scale)
         found = zip(self.names, mapped, strict=False)  # without a bias, one of two
         return {
-            n: _as(values[n], v.reshape(values[n].shape))
+            n: in_dtype_of(values[n], v.reshape(values[n].shape))
             for n, v in found
             if v is not None
         }
@@ -379,7 +314,7 @@ class KroneckerMap(DenseMap):
     adjoint = apply  # both roots are symmetric
 
     def inverse(self, values: Values) -> dict[str, Tensor]:
-        m = self.right.inverse_times(_wide(self.matrix(values)))
+        m = self.right.inverse_times(wide(self.matrix(values)))
         m = self.left.inverse_times(m.mT).mT
         return self.values(m / self.scale, values)
 
@@ -396,20 +331,8 @@ class KroneckerMap(DenseMap):
         return {"left": left, "right": right, "scale": self.scale}
 
 
-def _directions(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[B, G, 1, n]`` of length 1, or 0, and their lengths ``[B, G]``."""
-    lengths = torch.linalg.vector_norm(_wide(x), dim=-1, keepdim=True)
-    safe = torch.where(lengths == 0, torch.ones_like(lengths), lengths)
-    return (_wide(x) / safe).to(x.dtype), lengths[..., 0, 0]
-
-
 def _sq_norms(g: Tensor) -> Tensor:
     return IdentityRoot().sq_norms(g)
-
-
-def raised(squares: Tensor, error: Tensor) -> Tensor:
-    """``(sqrt(squares) + error)^2``: the norm with a rounding error of that length."""
-    return (squares.sqrt() + error).square()
 
 
 def map_rounding(root: Root, u: float) -> float:
@@ -442,9 +365,11 @@ def _chunk(io: LayerIO) -> int:
     return CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """In the dtype that squares are added up in."""
     return x.to(square_dtype(x))
 
 
-def _as(like: Tensor, value: Tensor) -> Tensor:
+def in_dtype_of(like: Tensor, value: Tensor) -> Tensor:
+    """The value, in another's dtype."""
     return value.to(like.dtype)

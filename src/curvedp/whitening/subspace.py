@@ -34,11 +34,11 @@ from curvedp.curvature.sketch import orthonormal
 from curvedp.errors import ConfigurationError
 from curvedp.layers.io import CHUNK_ELEMENTS, LayerIO
 from curvedp.layers.precision import ROUNDING, square_dtype
-from curvedp.layers.rounding import gamma
+from curvedp.layers.rounding import counted, gamma
 from curvedp.layers.widened import widened
 from curvedp.whitening.base import Part
 from curvedp.whitening.layerwise import LayerwiseWhitener
-from curvedp.whitening.maps import Values, like, raised
+from curvedp.whitening.maps import Values, like
 
 __all__ = ["SubspaceMap", "SubspaceWhitener", "SubspaceWhitening"]
 
@@ -91,7 +91,7 @@ class SubspaceMap:
         # lemma 4 of layers.rounding: Q is wide, and |Q| may be sqrt(k) long
         count = 4 * sum(basis.shape) * math.sqrt(max(1, basis.shape[1]))
         error = 2 * rounding + gamma(math.ceil(count), ROUNDING[dtype])
-        return raised(squares, max(self.inside, self.outside) * error * spread)
+        return counted(squares, max(self.inside, self.outside) * spread, error, dtype)
 
     def _rows(self, gradients: Values, size: int) -> Tensor:
         """``[b, p]``; a parameter that this batch did not reach has zeros."""

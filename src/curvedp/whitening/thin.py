@@ -28,6 +28,7 @@ from torch import Tensor
 from curvedp.layers.costs import NormMethod
 from curvedp.layers.gram import gram_sum
 from curvedp.layers.precision import ROUNDING
+from curvedp.layers.rounding import terms_of
 from curvedp.whitening.roots import IdentityRoot, LowRankRoot, Root, rows_by
 
 __all__ = ["applies", "measures", "sq_norms", "times"]
@@ -70,10 +71,10 @@ def sq_norms(
             return inside + tail[:, None, None] * (products + ones)
 
         squares, in_a, in_d = gram_sum(a, d, kernel)
-        spread = ((in_a + ones * t) * in_d).sum(1)
+        spread = terms_of(in_a + ones * t, in_d)
         return _not_below(squares, spread, root, p + r + t)
     in_a, in_d = _sq(a) + ones * t, _sq(d)  # [b, G]
-    spread = (in_a * in_d).sum(1)
+    spread = terms_of(in_a, in_d)
     if t == 1:
         inside = (_projected(a, root).square() * w).sum((-2, -1))
         squares = (in_d * (tail * in_a + inside)).sum(1)
