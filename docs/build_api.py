@@ -35,6 +35,7 @@ SECTIONS = (
     ("curvedp.update", "curvedp.update", "What is done with a release."),
     ("curvedp.clipping", "curvedp.clipping", "Rules that bound an example's part."),
     ("curvedp.accounting", "curvedp.accounting", "Events, accountants, ledgers."),
+    ("curvedp.federated", "curvedp.federated", "Clients, server, who sees what."),
     ("curvedp.auditing", "curvedp.auditing", "Attacks, and what they prove."),
     ("curvedp.data", "curvedp.data", "Data sets that are declared, never measured."),
     ("curvedp.models", "curvedp.models", "Built-in models."),

@@ -17,7 +17,8 @@ LONGEST_FILE = 450
 
 #: What a bare GPU machine lacks; see the import contracts in pyproject.toml.
 OPTIONAL = [
-    "dp_accounting", "typer", "rich", "matplotlib", "safetensors", "PIL", "optuna"
+    "dp_accounting", "typer", "rich", "matplotlib", "safetensors", "PIL", "optuna",
+    "flwr",
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "LedgerError",
     "LoopError",
     "NotPrivateError",
+    "RoundError",
     "StorageError",
     "UnknownEventError",
     "missing_extra",
@@ -70,6 +71,10 @@ class DataError(CurvedpError, ValueError):
 
 class StorageError(CurvedpError, OSError):
     """A file could not be written; what was there before is untouched."""
+
+
+class RoundError(CurvedpError):
+    """A round of a federation cannot go on, or an update cannot be part of it."""
 
 
 class LoopError(CurvedpError, RuntimeError):

@@ -18,11 +18,13 @@ from curvedp.accounting.events import (
     GaussianEvent,
     PoissonGaussianEvent,
     RepeatAndSelectEvent,
+    SeenGaussianEvent,
     event_from_json,
     repeated,
     sequential,
     tally,
 )
+from curvedp.accounting.gaussian import GaussianAccountant
 from curvedp.accounting.ledger import Ledger, read_ledger
 from curvedp.accounting.memory import MemoryLedger
 from curvedp.accounting.records import LedgerHeader, LedgerRecord, Note, Payment
@@ -33,6 +35,7 @@ __all__ = [
     "ComposedEvent",
     "CyclicGaussianEvent",
     "Event",
+    "GaussianAccountant",
     "GaussianEvent",
     "Ledger",
     "LedgerHeader",
@@ -45,6 +48,7 @@ __all__ = [
     "RDPAccountant",
     "RepeatAndSelectEvent",
     "Repeats",
+    "SeenGaussianEvent",
     "calibrate_selected_sigma",
     "calibrate_sigma",
     "calibrate_steps",

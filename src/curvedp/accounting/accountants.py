@@ -179,8 +179,12 @@ def get_accountant(accountant: Accountant | str) -> Accountant:
         return PLDAccountant()
     if accountant == "rdp":
         return RDPAccountant()
+    if accountant == "gaussian":
+        from curvedp.accounting.gaussian import GaussianAccountant  # a file of its own
+
+        return GaussianAccountant()
     raise ConfigurationError(
-        f"unknown accountant {accountant!r}", "choose one of: pld, rdp"
+        f"unknown accountant {accountant!r}", "choose one of: pld, rdp, gaussian"
     )
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "GaussianEvent",
     "PoissonGaussianEvent",
     "RepeatAndSelectEvent",
+    "SeenGaussianEvent",
     "event_from_json",
     "repeated",
     "sequential",
@@ -133,6 +134,43 @@ class PoissonGaussianEvent(Event):
         return cls(
             noise_multiplier=_number(data, "noise_multiplier"),
             sample_rate=_number(data, "sample_rate"),
+        )
+
+
+@dataclass(frozen=True)
+class SeenGaussianEvent(Event):
+    """Gaussian noise on a sum that a unit is in by a coin that everybody sees.
+
+    Of a record whose whole client is drawn, say: who was drawn shows, so there is no
+    amplification, but no cost either in a round without it.
+
+    Attributes:
+        noise_multiplier: as in :class:`GaussianEvent`.
+        rate: the declared probability that the unit takes part.
+    """
+
+    noise_multiplier: float
+    rate: float
+    kind: ClassVar[str] = "seen-gaussian"
+
+    def __post_init__(self) -> None:
+        check_noise(self.noise_multiplier)
+        check_rate(self.rate)
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain JSON values."""
+        return {
+            "kind": self.kind,
+            "noise_multiplier": self.noise_multiplier,
+            "rate": self.rate,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SeenGaussianEvent:
+        """Read back what :meth:`to_json` wrote."""
+        return cls(
+            noise_multiplier=_number(data, "noise_multiplier"),
+            rate=_number(data, "rate"),
         )
 
 

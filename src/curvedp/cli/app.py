@@ -12,6 +12,7 @@ from curvedp.cli import (
     compare,
     diagnose,
     doctor,
+    federated,
     inspect,
     noise,
     privacy,
@@ -60,5 +61,6 @@ recipes.register(app)
 doctor.register(app)
 audit.register(app)
 app.add_typer(diagnose.app, name="diagnose")
+app.add_typer(federated.app, name="federated")
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(noise.app, name="noise")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from curvedp.barrier import Relation
 from curvedp.cli.output import print_json, reports_errors, results, rows_of
 from curvedp.cli.parameters import JsonFlag
 from curvedp.errors import ConfigurationError, LedgerError, NotPrivateError
+from curvedp.federated import View
 from curvedp.train.witnesses import check_ledger, witnesses
 
 __all__ = ["app"]
@@ -157,6 +159,7 @@ def spent(
         ("planned", "unknown" if planned is None
                     else f"epsilon {planned:.4g} for {header.planned_steps} steps: "
                     "holds whenever the run is stopped"),
+        *_against(header.facts),
         ("unit", f"one {header.unit}"),
         ("relation", header.relation.value),
         ("accountant", header.accountant.upper()),
@@ -170,6 +173,14 @@ def spent(
         pairs.append(("torn line", record.torn))
     pairs += [("NOTE", note) for note in record.notes()]
     results.print(rows_of(pairs, loud=("NOTE", "CHAIN")))
+
+
+def _against(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of a federation: who the epsilon is against. Without that it means nothing."""
+    if "view" not in facts:
+        return []
+    lost = {name: int(facts.get(name, 0)) for name in ("colluding", "dropouts")}
+    return [("against", View.of(str(facts["view"]), **lost).text())]
 
 
 def _ledger_file(path: Path) -> Path:

@@ -12,7 +12,13 @@ from curvedp.cli.parameters import JsonFlag
 from curvedp.experiments import NOT_PRIVATE
 from curvedp.models import names as model_names
 from curvedp.models import options as model_options
-from curvedp.recipes import RECIPES, Curvature, Recipe, get_recipe
+from curvedp.recipes import (
+    FEDERATED_RECIPES,
+    RECIPES,
+    Curvature,
+    Recipe,
+    get_recipe,
+)
 
 __all__ = ["register"]
 
@@ -31,7 +37,7 @@ def recipes(
 ) -> None:
     """List the recipes and the built-in models, with their settings."""
     if name is not None:
-        recipe = get_recipe(name)
+        recipe = FEDERATED_RECIPES.get(name) or get_recipe(name)
         if json_output:
             print_json(_document(recipe))
         else:
@@ -41,13 +47,20 @@ def recipes(
     if json_output:
         models = {n: model_options(n) for n in model_names()}
         print_json(
-            {"recipes": [_document(r) for r in RECIPES.values()], "models": models}
+            {
+                "recipes": [_document(r) for r in RECIPES.values()],
+                "federated_recipes": [_document(r) for r in FEDERATED_RECIPES.values()],
+                "models": models,
+            }
         )
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("recipe", "what it does", "defaults"):
         table.add_column(column)
     for recipe in RECIPES.values():
+        table.add_row(recipe.name, recipe.summary, _defaults(recipe))
+    table.add_row("\n[bold]for a federation[/]")
+    for recipe in FEDERATED_RECIPES.values():
         table.add_row(recipe.name, recipe.summary, _defaults(recipe))
     results.print(table)
     results.print("\nmodels", style="bold")

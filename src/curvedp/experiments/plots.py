@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from curvedp.errors import missing_extra
+from curvedp.errors import ConfigurationError, missing_extra
 from curvedp.experiments.compare import Comparison
 from curvedp.storage import write_atomically
 
-__all__ = ["plot_comparison"]
+__all__ = ["plot_comparison", "plot_rounds"]
 
 _PRIVATE, _REFERENCE = "#2b6cb0", "#8a9099"
 _INK, _WARNING = "#1f2933", "#b42318"
@@ -61,6 +61,44 @@ def plot_comparison(comparison: Comparison, path: Path, *, data: str = "") -> Pa
     axes.yaxis.grid(True, color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     figure.suptitle(_title(comparison, data), fontsize=11, color=_INK)
+    suffix = path.suffix.lstrip(".") or "png"
+    write_atomically(path, lambda p: figure.savefig(p, dpi=150, format=suffix))
+    return path
+
+
+def plot_rounds(rows: list[dict[str, float]], path: Path, *, title: str = "") -> Path:
+    """Accuracy on held-out records by round.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, or there are no metrics.
+        StorageError: the picture cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise missing_extra("matplotlib", "plots") from None
+    if not rows or "accuracy" not in rows[0]:
+        raise ConfigurationError(
+            "there is no accuracy to draw", "evaluate on data with a test part"
+        )
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(
+        [r["round"] for r in rows],
+        [100 * r["accuracy"] for r in rows],
+        color=_PRIVATE,
+        linewidth=1.8,
+    )
+    axes.set_xlabel("round", color=_INK)
+    axes.set_ylabel("accuracy on the test split (%)", color=_INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.yaxis.grid(True, color="#e4e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    figure.suptitle(title, fontsize=11, color=_INK)
     suffix = path.suffix.lstrip(".") or "png"
     write_atomically(path, lambda p: figure.savefig(p, dpi=150, format=suffix))
     return path

@@ -10,6 +10,11 @@ from curvedp.recipes import (
     dp_adamw,
     dp_bandmf,
     dp_bandmf_adam,
+    dp_fedgd,
+    dp_fedkfc,
+    dp_fednew,
+    dp_fedopt,
+    dp_fedsofim,
     dp_kfc,
     dp_kfc_adambc,
     dp_kfc_disk,
@@ -31,6 +36,7 @@ from curvedp.recipes.search import Choice, Range, SearchSpace
 
 __all__ = [
     "BACK_MAPS",
+    "FEDERATED_RECIPES",
     "RECIPES",
     "Choice",
     "Correlation",
@@ -40,6 +46,7 @@ __all__ = [
     "Range",
     "Recipe",
     "SearchSpace",
+    "get_federated_recipe",
     "get_recipe",
 ]
 
@@ -65,14 +72,47 @@ _PAGES = (
     non_private,
 )
 
-#: Every recipe by its name.
+#: Every recipe for data in one place by its name.
 RECIPES: dict[str, Recipe] = {page.RECIPE.name: page.RECIPE for page in _PAGES}
+
+#: Every recipe for a federation by its name.
+FEDERATED_RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        dp_fedgd.RECIPE,
+        dp_fedgd.WITH_MOMENTUM,
+        dp_fedsofim.RECIPE,
+        dp_fedopt.RECIPE,
+        dp_fedopt.YOGI,
+        dp_fedopt.ADAMBC,
+        dp_fedkfc.RECIPE,
+        dp_fednew.RECIPE,
+    )
+}
+
+
+def get_federated_recipe(recipe: Recipe | str) -> Recipe:
+    """A recipe for a federation by its name; a recipe passes through."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in FEDERATED_RECIPES:
+        raise ConfigurationError(
+            f"unknown federated recipe {recipe!r}",
+            f"choose one of: {', '.join(FEDERATED_RECIPES)}",
+        )
+    return FEDERATED_RECIPES[recipe]
 
 
 def get_recipe(recipe: Recipe | str) -> Recipe:
     """A recipe by its name; a recipe passes through."""
     if isinstance(recipe, Recipe):
         return recipe
+    if recipe in FEDERATED_RECIPES:
+        raise ConfigurationError(
+            f"{recipe!r} is a recipe for a federation of clients",
+            "run it with `curvedp federated simulate`, or choose one of: "
+            f"{', '.join(RECIPES)}",
+        )
     if recipe not in RECIPES:
         raise ConfigurationError(
             f"unknown recipe {recipe!r}", f"choose one of: {', '.join(RECIPES)}"

@@ -38,6 +38,7 @@ _FIXED = {
     "name",
     "summary",
     "private",
+    "federated",
     "chain",
     "optimiser",
     "curvature",
@@ -60,6 +61,8 @@ class Recipe:
         summary: one line for people.
         private: False for references that have no guarantee; they are labelled so
             wherever they appear.
+        federated: True for methods of clients and a server
+            (:mod:`curvedp.federated`); the chain is then the server's.
         optimiser: "sgd", "adam" or "adamw", used by the Trainer and the command line (a
             hand-written loop brings its own).
         learning_rate: of the optimiser.
@@ -83,6 +86,7 @@ class Recipe:
     name: str
     summary: str
     private: bool = True
+    federated: bool = False
     optimiser: str = "sgd"
     learning_rate: float = 0.1
     momentum: float = 0.0

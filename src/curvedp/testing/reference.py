@@ -23,12 +23,14 @@ __all__ = [
     "clipped_sum",
     "embedded_sums",
     "exponential_average",
+    "fedopt",
     "heavy_ball",
     "kalman_filter",
     "mapped_variances",
     "measured_factor",
     "nesterov",
     "per_example_gradients",
+    "sofim",
     "tail_average",
     "weighted_variances",
 ]
@@ -261,6 +263,48 @@ def tail_average(iterates: Sequence[float], start: int) -> list[float]:
     for t in range(len(iterates)):
         tail = iterates[start : t + 1] or [iterates[t]]
         found.append(math.fsum(tail) / len(tail))
+    return found
+
+
+def fedopt(
+    gradients: Sequence[float], beta1: float, beta2: float, tau: float, *, yogi: bool
+) -> list[float]:
+    """FedAdam and FedYogi as published: ``m / (sqrt(v) + tau)``, v from ``tau^2``."""
+    found, m, v = [], 0.0, tau**2
+    for g in gradients:
+        m = beta1 * m + (1 - beta1) * g
+        if yogi:
+            v -= (1 - beta2) * g * g * ((v > g * g) - (v < g * g))
+        else:
+            v = beta2 * v + (1 - beta2) * g * g
+        found.append(m / (math.sqrt(v) + tau))
+    return found
+
+
+def sofim(
+    gradients: Sequence[Tensor], beta: float, rho: float, form: str
+) -> list[Tensor]:
+    """SOFIM with the whole matrix: ``(M M^T + rho I)^-1`` as one solve of d equations.
+
+    Args:
+        gradients: vectors, one for each step.
+        beta: weight of the past in M.
+        rho: added to the diagonal.
+        form: "paper" or "code".
+    """
+    found = []
+    for t in range(1, len(gradients) + 1):
+        past = [g.double() for g in gradients[:t]]
+        weights = [(1 - beta) * beta ** (t - 1 - j) for j in range(t)]
+        average = torch.stack([w * g for w, g in zip(weights, past, strict=True)]).sum(
+            0
+        )
+        right = past[-1]
+        if form == "code":
+            right = average = average / math.fsum(weights)
+        matrix = torch.outer(average, average)
+        matrix.diagonal().add_(rho)
+        found.append(torch.linalg.solve(matrix, right))
     return found
 
 

@@ -15,7 +15,7 @@ from curvedp.storage import as_storage_error, clear_leftovers, make_folder
 from curvedp.train.journal import Journal
 from curvedp.train.witnesses import check_ledger, witnesses
 
-__all__ = ["WHEN_UNSAID", "note_lost_releases", "open_ledger"]
+__all__ = ["WHEN_UNSAID", "note_lost_releases", "open_ledger", "open_with"]
 
 #: Facts that older versions did not write, because there was nothing but this.
 WHEN_UNSAID: dict[str, Any] = {"noise_source": DEFAULT_NOISE_SOURCE, "transforms": {}}
@@ -56,6 +56,11 @@ def open_ledger(
             **_shown(plan),
         },
     )
+    return open_with(run_dir, header)
+
+
+def open_with(run_dir: Path | None, header: LedgerHeader) -> Ledger | MemoryLedger:
+    """The same for a header that somebody else has made."""
     if run_dir is None:
         return MemoryLedger(header)
     path = run_dir / "ledger.jsonl"
@@ -72,7 +77,7 @@ def open_ledger(
 
     ledger = Ledger.open(path, check)
     known = {note.partition(":")[0] for note in ledger.notes()}
-    for note in notes:
+    for note in header.notes:
         if note.partition(":")[0] not in known:
             ledger.note(note)
     return ledger

@@ -1,0 +1,279 @@
+"""A client: clips, adds its share of the noise, and sends nothing else.
+
+One round is one gradient of all its records (or of a secret Poisson draw of them), in
+physical batches, at the server's parameters. In this order and no other: the task is
+checked; the budget is checked; the sum is made; the payment is on disk; noise is added;
+the release is on disk; the update leaves.
+
+**A round is released once.** Asked again for the same round with the same parameters
+(the server restarted), the client sends what it sent before: no data is touched, no
+noise drawn, nothing paid. Asked for it with others, it refuses. If it crashed after it
+paid and before the release was stored, it sits the round out.
+
+**Under masks it is sent once.** Where updates are hidden in a sum, the same update in
+two sums would show in their difference. It is not stored, and whoever asks for the
+round again is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from curvedp.barrier import ClippedSum, Release
+from curvedp.clipping import clipped_sum
+from curvedp.errors import BudgetError, ConfigurationError, RoundError
+from curvedp.federated.common import Shared, checked_parameters, open_federated_ledger
+from curvedp.federated.messages import Task, Update
+from curvedp.federated.secure import SumGrid
+from curvedp.federated.views import Unit
+from curvedp.noise import (
+    GaussianMechanism,
+    LatticeShare,
+    NoiseState,
+    RandomStreams,
+    scaled_release,
+)
+from curvedp.sampling import People
+from curvedp.train.datasets import TrainingData, moved
+from curvedp.train.journal import Journal
+from curvedp.train.passes import RecordedPass
+
+__all__ = ["Client"]
+
+
+class Client:
+    """One client of a federation. Free of any network.
+
+    Args:
+        number: which of the plan's clients it is.
+        shared: model, recipe, plan and whitener.
+        dataset: its private records, pairs of inputs and targets.
+        run_dir: folder for its ledger and its last release. Without it both are in
+            memory, and a client that restarts has forgotten what it spent.
+        physical_batch_size: rows of a pass; bounds memory and changes nothing else.
+        records_per_round: with the client as the unit: how many of its records it uses
+            in a round, declared. Their gradients are added and clipped as one.
+        unsafe_reproducible_noise: a number that makes its noise and draws reproducible,
+            for tests. There is no guarantee then.
+
+    Guarantees:
+        What leaves is ``(sum + N(0, (C s)^2 / n I)) / declared size``, at most once a
+        round, at most ``rounds`` times, and paid for before the noise is drawn.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        shared: Shared,
+        dataset: Any,
+        *,
+        run_dir: str | Path | None = None,
+        physical_batch_size: int | None = None,
+        records_per_round: int | None = None,
+        unsafe_reproducible_noise: int | None = None,
+    ) -> None:
+        plan = shared.plan
+        if not 0 <= number < plan.federation.clients:
+            raise ConfigurationError(
+                f"client {number} is not among the plan's {plan.federation.clients}",
+                "clients are numbered from 0",
+            )
+        self.number = number
+        self.shared = shared
+        self.grid = (
+            SumGrid.of(plan, shared.coordinates) if plan.view.is_secure else None
+        )
+        self._mechanism: GaussianMechanism | LatticeShare = (
+            GaussianMechanism(plan.share_multiplier, plan.bound)
+            if self.grid is None
+            else self.grid.share(number)
+        )
+        self._event = plan.round_event()
+        unsafe = unsafe_reproducible_noise
+        self._streams = RandomStreams(
+            shared.probe_seed,
+            # never the same noise in two clients
+            unsafe_reproducible_noise=None
+            if unsafe is None
+            else unsafe * plan.federation.clients + number,
+        )
+        people = _whole_client(plan.federation.unit, dataset, records_per_round)
+        source = TrainingData.of(dataset, people=people)
+        self._slots = source.slots(None)
+        expected = float(self._slots if people else plan.divisors[number])
+        self._loader = source.loader(
+            self._streams.sampler(
+                plan.federation.record_rate, lambda step: [step, self.number]
+            ),
+            expected,
+            physical_batch_size,
+            shared.coverage.activation_bytes,
+            next(iter(shared.parameters.values())).device.type,
+        )
+        self._pass = RecordedPass(
+            shared.model,
+            shared.coverage,
+            shared.loss,
+            rows=self._loader.physical_batch_size,
+        )
+        folder = None if run_dir is None else Path(run_dir)
+        self.ledger = open_federated_ledger(
+            folder, shared, {"client": number}, unsafe=self._streams.is_unsafe
+        )
+        self._journal = (
+            None
+            if folder is None or self.grid is not None
+            else Journal(folder / "journal", self.ledger)
+        )
+        self._last: tuple[str, Release] | None = None
+
+    def answer(self, task: Task) -> Update:
+        """The update of a round.
+
+        Raises:
+            RoundError: the task is of another plan or run, its parameters are unusable,
+                or the round was released before at other parameters.
+            BudgetError: all planned rounds are paid for.
+        """
+        if self.grid is not None:
+            raise RoundError(
+                "the plan is for sums, and this update would leave singly",
+                "carry the messages by secure aggregation",
+            )
+        self._check(task)
+        release = self._known(task) or self._made(task)
+        divisor = self.shared.plan.divisors[self.number]
+        return Update(
+            self.number, task.run_id, task.agreement, scaled_release(release, divisor)
+        )
+
+    def masked_answer(self, task: Task) -> Update:
+        """The share of a round, on the plan's grid, to be masked before it leaves.
+
+        Once: the same share in two sums would show in their difference.
+
+        Raises:
+            RoundError: as :meth:`answer`; or the round was answered before.
+            BudgetError: all planned rounds are paid for.
+        """
+        if self.grid is None:
+            raise RoundError("the plan is not for sums under masks")
+        self._check(task)
+        if self.ledger.next_attempt(task.round):
+            raise RoundError(
+                f"client {self.number} has answered round {task.round} already",
+                "the round is lost if its sum is; go on with the next one",
+            )
+        return Update(self.number, task.run_id, task.agreement, self._made(task))
+
+    def close(self) -> None:
+        """Release the ledger's lock."""
+        self.ledger.close()
+
+    def _check(self, task: Task) -> None:
+        shared = self.shared
+        if task.agreement != shared.agreement:
+            raise RoundError(
+                "the server has another plan, recipe, model or probe seed than this "
+                "client",
+                "start both with the same settings and the same frozen weights",
+            )
+        if not 0 <= task.round < shared.plan.federation.rounds:
+            raise RoundError(f"round {task.round} is not in the plan")
+        checked_parameters(task.parameters, shared.parameters, "the server's task")
+        if task.whitened_at:
+            checked_parameters(task.whitened_at, shared.parameters, "the server's task")
+
+    def _known(self, task: Task) -> Release | None:
+        """The release of this very task, if it was made before."""
+        if self.ledger.next_attempt(task.round) == 0:
+            return None
+        if self._last is None and self._journal is not None:
+            entry = self._journal.read(task.round)
+            if entry is not None:
+                release, (mark,) = entry
+                self._last = (mark["task"], release)
+        if self._last is None or self._last[1].step != task.round:
+            raise RoundError(
+                f"client {self.number} has paid for round {task.round}, and its "
+                "release is gone",
+                "it sits this round out; a second release would cost a second time",
+            )
+        if self._last[0] != task.digest():
+            raise RoundError(
+                f"client {self.number} has released round {task.round} at other "
+                "parameters",
+                "resume the server from its last checkpoint; a second release of a "
+                "round is not paid for",
+            )
+        return self._last[1]
+
+    def _made(self, task: Task) -> Release:
+        rounds = self.shared.plan.federation.rounds
+        if self.ledger.count() >= rounds:
+            raise BudgetError(
+                f"client {self.number} has paid for all {rounds} planned rounds",
+                "plan a new run with more rounds (more noise in each)",
+            )
+        later = [r for r in self.ledger.paid_steps() if r > task.round]
+        if later:
+            raise RoundError(
+                f"round {task.round} is asked for after round {later[-1]}",
+                "resume the server from its last checkpoint",
+            )
+        pending = self._sum(task)
+        self._pay(task.round)
+        state = NoiseState(self._streams)
+        release, _ = self._mechanism.update(pending, state)
+        if self._journal is not None:
+            self._journal.write(release, [{"task": task.digest()}])
+            self._journal.drop_before(task.round)
+        if self.grid is None:
+            self._last = (task.digest(), release)
+        return release
+
+    def _pay(self, round_number: int) -> None:
+        """Pay for a round; where clients are drawn, for those without it as well.
+
+        The event of a draw is that of a round in which the client might have been. Paid
+        for only when it was, it would cost less than the truth.
+        """
+        drawn = self.shared.plan.federation.client_rate < 1
+        for number in range(0 if drawn else round_number, round_number + 1):
+            if self.ledger.next_attempt(number) == 0:
+                self.ledger.pay(number, 0, self._event)
+
+    def _sum(self, task: Task) -> ClippedSum:
+        """The clipped sum at the task's parameters. Private."""
+        shared = self.shared
+        shared.load(task.parameters)
+        whitener = shared.whitener_at(task.round, task.whitened_at)
+        device = next(iter(shared.parameters.values())).device
+        pending: ClippedSum | None = None
+        for batch in self._loader.steps(task.round, task.round + 1):
+            ios, _ = self._pass(*moved(batch.data, device))
+            part = clipped_sum(
+                ios,
+                shared.rule,
+                whitener,
+                parameters=shared.parameters,
+                present=batch.present,
+                step=batch.step,
+                scale=float(self._loader.physical_batch_size),
+                slots=self._slots,
+                expected=shared.plan.divisors[self.number],
+            )
+            pending = part if pending is None else pending.merge(part)
+        assert pending is not None  # an empty draw is a batch of padding
+        return pending
+
+
+def _whole_client(unit: Unit, dataset: Any, records: int | None) -> People | None:
+    """All records as those of one person, if the client is the unit."""
+    if (unit is Unit.CLIENT) != (records is not None):
+        raise ConfigurationError(
+            "records_per_round belongs to the client as the unit",
+            "declare it there, and leave it out where the unit is a record",
+        )
+    return None if records is None else People([0] * len(dataset), records)

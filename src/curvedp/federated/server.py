@@ -1,0 +1,397 @@
+"""The server: asks, checks what comes, takes the mean, and moves the parameters.
+
+It sees releases alone, so all it does with them is post-processing: the mean, the map
+back from the whitened frame, the recipe's transforms, the optimiser. It keeps O(d).
+
+**A round is paid for once**, before anybody is asked. A server that was killed in a
+round goes on with the same round: it asks the same question again, and clients who had
+answered send the same release again (:mod:`curvedp.federated.client`). So nothing is
+spent twice, and the ledger is never below the truth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvedp.accounting import Ledger, MemoryLedger
+from curvedp.barrier import Release
+from curvedp.errors import BudgetError, CheckpointError, ConfigurationError, RoundError
+from curvedp.federated.common import Shared, checked_parameters, open_federated_ledger
+from curvedp.federated.messages import Task, Update
+from curvedp.federated.secure import SumGrid, Total
+from curvedp.federated.views import Observer, Unit
+from curvedp.noise import RandomStreams, mean_release, restore_release
+from curvedp.storage import read_json, write_atomically, write_json
+from curvedp.train.checkpoint import (
+    Checkpoint,
+    checkpoint_folders,
+    load_checkpoint,
+    save_checkpoint,
+)
+from curvedp.update import BackMap, apply_release
+
+__all__ = ["RoundReport", "Server"]
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What became of a round.
+
+    Attributes:
+        round: numbered from 0.
+        accepted: clients whose updates are in the mean.
+        refused: reasons by client, of updates that are not.
+    """
+
+    round: int
+    accepted: tuple[int, ...]
+    refused: dict[int, str]
+
+
+class Server:
+    """The server of a federation. Free of any network.
+
+    Args:
+        shared: model, recipe, plan and whitener.
+        run_dir: folder for ledger and checkpoints; a folder with a run in it goes on
+            with that run. Without it both are in memory.
+        least_clients: a round with fewer usable updates is refused; it can be tried
+            again.
+        exact_frames: refuse an update whose whitener differs in the last bit. Turn it
+            off where clients have different processors: maps then agree up to
+            rounding, and privacy does not depend on it.
+        sums_only: updates reach it in sums alone, by secure aggregation. What carries
+            the messages must see to that (:mod:`curvedp.federated.secagg`).
+        unsafe_reproducible_noise: a number that makes its draws and its noise (of a
+            trusted aggregator) reproducible, for tests.
+
+    Attributes:
+        round: rounds made.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        *,
+        run_dir: str | Path | None = None,
+        least_clients: int = 1,
+        exact_frames: bool = True,
+        sums_only: bool = False,
+        unsafe_reproducible_noise: int | None = None,
+    ) -> None:
+        plan = shared.plan
+        if plan.view.is_secure and not sums_only:
+            raise ConfigurationError(
+                "the view secure-aggregate holds if the server sees sums alone, and "
+                "updates reach this one singly",
+                "carry the messages by secure aggregation; or take the view "
+                "each-client; or, if everybody trusts the server with every update, "
+                "say so by the view trusted-aggregate",
+            )
+        self.grid = (
+            SumGrid.of(plan, shared.coordinates) if plan.view.is_secure else None
+        )
+        self.least_clients = least_clients
+        self.shared = shared
+        self.round = 0
+        self._exact_frames = exact_frames
+        self._streams = RandomStreams(
+            shared.probe_seed, unsafe_reproducible_noise=unsafe_reproducible_noise
+        )
+        recipe = shared.recipe
+        self._optimizer = recipe.make_optimiser(shared.parameters.values())
+        self._chain = recipe.chain
+        self._state = self._chain.init(shared.parameters)
+        curvature = recipe.curvature
+        self._back = BackMap("none" if curvature is None else curvature.read_out)
+        self._folder = None if run_dir is None else Path(run_dir)
+        self.ledger: Ledger | MemoryLedger = open_federated_ledger(
+            self._folder, shared, {"role": "server"}, unsafe=self._streams.is_unsafe
+        )
+        try:
+            self._resume()
+        except BaseException:
+            self.ledger.close()
+            raise
+
+    @property
+    def run_id(self) -> str:
+        """The run's name, the same after a restart."""
+        return self.ledger.header.run_id
+
+    @property
+    def rounds_left(self) -> int:
+        """Rounds that are still to be made."""
+        return self.shared.plan.federation.rounds - self.round
+
+    # -- a round ----------------------------------------------------------------------
+
+    def open_round(self) -> Task:
+        """Pay for the next round, unless it is paid for, and say what is asked.
+
+        Raises:
+            BudgetError: all rounds are made.
+        """
+        rounds = self.shared.plan.federation.rounds
+        if self.round >= rounds:
+            raise BudgetError(
+                f"all {rounds} planned rounds are made",
+                "plan a new run with more rounds (more noise in each)",
+            )
+        if self.ledger.next_attempt(self.round) == 0:
+            self.ledger.pay(self.round, 0, self.shared.plan.round_event())
+        made_of: dict[str, Tensor] = {}
+        if self.shared.clients_whiten:
+            self.shared.whiteners.at(self.round)  # made now, if it is due now
+            if self.shared.whitener_due(self.round) != self.round:
+                made_of = dict(self.shared.whiteners.state()["parameters"])
+        return Task(
+            self.run_id,
+            self.round,
+            self.shared.agreement,
+            self.shared.copies(),
+            made_of,
+        )
+
+    def participants(self) -> list[int]:
+        """Clients that are asked in this round: all, or a Poisson draw of them.
+
+        The draw is stored before anybody is asked, so that a restart does not draw
+        again. Under the view trusted-aggregate it is the server's secret.
+        """
+        facts = self.shared.plan.federation
+        everybody = list(range(facts.clients))
+        if facts.client_rate == 1:
+            return everybody
+        path = None if self._folder is None else self._folder / "drawn.json"
+        if path is not None and path.exists():
+            stored = read_json(path)
+            if stored["round"] == self.round:
+                return [int(i) for i in stored["clients"]]
+        sampler = self._streams.sampler(facts.client_rate, lambda step: [step])
+        drawn = sorted(sampler.draw(self.round, facts.clients).tolist())
+        if path is not None:
+            content = {"round": self.round, "clients": drawn}
+            write_atomically(path, lambda target: write_json(target, content))
+        return drawn
+
+    def reason_against(self, update: Update) -> str | None:
+        """Why an update cannot be part of this round; None if it can."""
+        release, shared = update.release, self.shared
+        if update.run_id != self.run_id:
+            return "it is of another run"
+        if update.agreement != shared.agreement:
+            return "it was made with another plan, recipe, model or probe seed"
+        if not 0 <= update.client < shared.plan.federation.clients:
+            return f"there is no client {update.client} in the plan"
+        if release.step != self.round:
+            return f"it is of round {release.step}, and this is round {self.round}"
+        if self._exact_frames and release.frame != self._frame():
+            return "it was whitened with another map"
+        due = self._sent_std(update.client)
+        if not math.isclose(release.noise_std, due, rel_tol=1e-6):
+            return f"its noise is {release.noise_std:.4g}, and {due:.4g} is due"
+        if self.grid is not None:
+            return None  # its values are in the sum
+        try:
+            checked_parameters(release.values, shared.parameters, "its values")
+        except RoundError as error:
+            return error.problem
+        return None
+
+    def close_round(self, updates: Sequence[Update]) -> RoundReport:
+        """Take the mean of the usable updates and move the parameters.
+
+        Raises:
+            RoundError: too few are usable. The round stays open: ask again.
+        """
+        if self.grid is not None:
+            raise RoundError(
+                "the plan is for sums, and updates came singly",
+                "carry the messages by secure aggregation",
+            )
+        accepted: dict[int, Update] = {}
+        refused: dict[int, str] = {}
+        for update in updates:
+            reason = self.reason_against(update)
+            if reason is None and update.client in accepted:
+                reason = "it has sent an update already"
+            if reason is None:
+                accepted[update.client] = update
+            else:
+                refused[update.client] = reason
+        if len(accepted) < self.least_clients and not self._hides_participants:
+            reasons = "; ".join(f"client {c}: {why}" for c, why in refused.items())
+            raise RoundError(
+                f"round {self.round} has {len(accepted)} usable updates, and "
+                f"{self.least_clients} are needed{': ' if reasons else ''}{reasons}",
+                "wait for more clients and ask again: clients that have answered send "
+                "the same update, and nothing is spent twice",
+            )
+        self._apply(self._mean(accepted))
+        return RoundReport(self.round - 1, tuple(sorted(accepted)), refused)
+
+    def close_sum(self, total: Total) -> RoundReport:
+        """Move the parameters by a sum of shares that came under masks.
+
+        A sum that is lost, or that a wrong share is in, cannot be had again: no client
+        answers a round twice. The round is paid for and moves nothing.
+
+        Returns:
+            The report; nobody is accepted in a round that is lost.
+        """
+        least = max(self._sums.threshold, self.least_clients)
+        found = {u.client: self.reason_against(u) for u in total.senders}
+        refused = {client: why for client, why in found.items() if why is not None}
+        senders = set(found)
+        values, reason = total.values, total.reason
+        if values is not None:
+            if refused or len(senders) != len(total.senders):
+                reason = "a share that does not belong is in the sum"
+            elif len(senders) < least:
+                reason = f"{len(senders)} clients are in the sum"
+            else:
+                try:
+                    checked_parameters(values, self.shared.parameters, "the sum")
+                except RoundError as error:
+                    reason = error.problem
+        if values is None or reason:
+            lost = {i: reason or "lost" for i in senders} | refused
+            self.round += 1
+            self._save()
+            return RoundReport(self.round - 1, (), lost)
+        mean, std = self._sums.mean(values, senders, self.shared.parameters)
+        self._apply(restore_release(mean, self._frame(), self.round, noise_std=std))
+        return RoundReport(self.round - 1, tuple(sorted(senders)), {})
+
+    @property
+    def _sums(self) -> SumGrid:
+        if self.grid is None:
+            raise RoundError(
+                "this server takes updates singly",
+                "sums are for a plan with the view secure-aggregate",
+            )
+        return self.grid
+
+    # -- aggregation ------------------------------------------------------------------
+
+    def _sent_std(self, client: int) -> float:
+        """Noise in what a client sends."""
+        if self.grid is not None:
+            return self.grid.share(client).noise_std
+        return self._share_std(client)
+
+    def _share_std(self, client: int) -> float:
+        """Noise in a client's update, after its division."""
+        plan = self.shared.plan
+        return plan.share_multiplier * plan.bound / plan.divisors[client]
+
+    def _frame(self) -> str:
+        return self.shared.whitener_at(self.round, {}).frame
+
+    @property
+    def _hides_participants(self) -> bool:
+        """Whether who was drawn is a secret that the guarantee rests on."""
+        facts = self.shared.plan.federation
+        trusted = self.shared.plan.view.observer is Observer.TRUSTED_AGGREGATE
+        return trusted and facts.unit is Unit.CLIENT and facts.client_rate < 1
+
+    def _mean(self, accepted: dict[int, Update]) -> Release:
+        """Mean of the updates, with the noise that the view's account relies on."""
+        plan = self.shared.plan
+        facts = plan.federation
+        divisor = float(len(accepted))
+        if self._hides_participants:
+            divisor = facts.client_rate * facts.clients
+        missing = [i for i in range(facts.clients) if i not in accepted]
+        top_up = 0.0
+        if plan.view.observer is Observer.TRUSTED_AGGREGATE and missing:
+            top_up = math.hypot(*(self._share_std(i) for i in missing))
+        releases = [accepted[i].release for i in sorted(accepted)]
+        if not releases:  # nobody was drawn: noise alone, and it counts
+            releases = [self._nothing()]
+        return mean_release(
+            releases,
+            divisor,
+            top_up=top_up,
+            streams=self._streams,
+            at=(self.round, self.ledger.next_attempt(self.round)),
+        )
+
+    def _nothing(self) -> Release:
+        zeros = {n: torch.zeros_like(p) for n, p in self.shared.parameters.items()}
+        return restore_release(zeros, self._frame(), self.round, noise_std=0.0)
+
+    def _apply(self, mean: Release) -> None:
+        whitener = self.shared.whiteners.at(self.round)
+        self._state, _ = apply_release(
+            mean,
+            self.shared.parameters,
+            self._optimizer,
+            expected_batch_size=1.0,
+            rule=self.shared.rule,
+            chain=self._chain,
+            state=self._state,
+            back=lambda gradient: self._back(gradient, whitener),
+        )
+        self.round += 1
+        self._save()
+
+    # -- files ------------------------------------------------------------------------
+
+    def _facts(self) -> dict[str, Any]:
+        return {"agreement": self.shared.agreement, "recipe": self.shared.recipe.name}
+
+    def _save(self) -> None:
+        if self._folder is None:
+            return
+        checkpoint = Checkpoint(
+            step=self.round,
+            run_id=self.run_id,
+            facts=self._facts(),
+            model={n: v.detach() for n, v in self.shared.model.state_dict().items()},
+            state={
+                "chain": self._state,
+                "optimizer": self._optimizer.state_dict(),
+                "whiteners": self.shared.whiteners.state(),
+            },
+            ledger=self.ledger.head(),
+        )
+        save_checkpoint(self._folder / "checkpoints", checkpoint)
+
+    def _resume(self) -> None:
+        """Go on where the folder's last checkpoint ends."""
+        if self._folder is None:
+            return
+        folders = checkpoint_folders(self._folder / "checkpoints")
+        if not folders:
+            if self.ledger.count() > 1:
+                raise CheckpointError(
+                    f"{self._folder} has paid for {self.ledger.count()} rounds and has "
+                    "no checkpoint",
+                    "restore the checkpoints; the rounds cannot be made again",
+                )
+            self._save()  # the parameters of round 0, for a restart within it
+            return
+        stored = load_checkpoint(folders[-1])
+        if stored.facts != self._facts() or stored.run_id != self.run_id:
+            raise CheckpointError(
+                f"{folders[-1]} belongs to another run",
+                "give this run a folder of its own",
+            )
+        self.shared.model.load_state_dict(stored.model)
+        self._state = stored.state["chain"]
+        self._optimizer.load_state_dict(stored.state["optimizer"])
+        self.shared.whiteners.load(stored.state["whiteners"])
+        self.round = stored.step
+
+    def close(self) -> None:
+        """Release the ledger's lock."""
+        self.ledger.close()

@@ -1,0 +1,105 @@
+"""``curvedp federated``: views, simulation, keys, and what is refused."""
+
+import json
+import subprocess
+
+import pytest
+
+SMALL = (
+    "federated", "simulate", "--clients", "4", "--rounds", "6", "--delta", "1e-4",
+    "--epsilon", "8",
+)  # fmt: skip
+
+
+def test_views_by_who_sees_what(call):
+    done = call(
+        "federated", "views", "--clients", "20", "--rounds", "70", "--epsilon", "1",
+        "--relation", "replace-one", "--json",
+    )  # fmt: skip
+    each, secure, trusted = json.loads(done.stdout)["views"]
+    assert each["noise s"] == pytest.approx(279, rel=0.005)
+    assert round(secure["noise s"]) == round(trusted["noise s"]) == 62
+    assert each["epsilon"] == each["if the server looks"] <= 1
+    assert trusted["if the server looks"] > 5
+    assert "each-client" in call("federated", "views", "--epsilon", "1").stdout
+
+
+def test_simulation(call):
+    pytest.importorskip("flwr")
+    done = call(*SMALL, "--recipe", "dp-fedsofim", "--json", "--plot", "rounds.png")
+    found = json.loads(done.stdout)
+    assert [row["round"] for row in found["rounds"]] == list(range(1, 7))
+    assert all(row["clients"] == 4 for row in found["rounds"])
+    assert found["epsilon"] <= 8
+    assert "every client" in found["statement"]["against"]
+    with open("rounds.png", "rb") as file:
+        assert file.read(4) == b"\x89PNG"
+
+
+def test_simulation_from_a_file(call, tmp_path):
+    pytest.importorskip("flwr")
+    (tmp_path / "federation.toml").write_text(
+        'recipe = "dp-fedkfc"\nmodel = "mlp"\nsizes = [400, 400, 400]\nrounds = 2\n'
+        'epsilon = 8\ndelta = 1e-4\nview = "trusted-aggregate"\n'
+        'partition = "dirichlet:1"\n[settings]\nprobe_size = 32\nprobe_batches = 1\n'
+    )
+    shown = call("federated", "simulate", "federation.toml").stdout
+    assert "add-remove" in shown
+    assert "the server is trusted" in shown.replace("\n", " ")
+    assert "if the server looks" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--recipe", "dp-sgd"), "dp-fedsofim"),
+        (("--view", "secure-aggregate", "--dropouts", "3"), "cannot hide"),
+        (("--view", "nobody"), "each-client"),
+        (("--partition", "skewed"), "dirichlet"),
+        (("--partition", "dirichlet:x"), "dirichlet"),
+        (("--relation", "add-remove"), "declare sizes"),
+        (("--delta", "0.1"), "delta"),
+        (("--set", "rho=1"), "no setting rho"),
+    ],
+)
+def test_refusals(call, more, words):
+    assert words in call(*SMALL, *more, code=2).stderr.replace("\n", " ")
+
+
+def test_a_config_file_with_an_unknown_setting_is_refused(call, tmp_path):
+    (tmp_path / "federation.toml").write_text("round = 3\n")
+    done = call("federated", "simulate", "federation.toml", code=2)
+    assert "'round'" in done.stderr
+    done = call("federated", "simulate", "nowhere.toml", code=2)
+    assert "cannot be read" in done.stderr
+
+
+def test_keys_are_made_once_and_fit_together(call, tmp_path):
+    pytest.importorskip("cryptography")
+    call("federated", "keys", "keys", "--clients", "2", "--host", "server.example.org")
+    names = {path.name for path in (tmp_path / "keys").iterdir()}
+    assert {"ca.crt", "server.crt", "client-1.key", "client-1.pub"} <= names
+    for path in (tmp_path / "keys").glob("*.key"):
+        assert path.stat().st_mode & 0o077 == 0  # nobody else may read it
+    done = call("federated", "keys", "keys", "--clients", "2", code=2)
+    assert "never overwritten" in done.stderr
+    try:
+        checked = subprocess.run(
+            ["openssl", "verify", "-CAfile", "keys/ca.crt", "keys/server.crt"],
+            capture_output=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        return
+    assert checked.returncode == 0
+
+
+def test_a_deployment_needs_keys_or_says_that_it_has_none(call, tmp_path):
+    (tmp_path / "federation.toml").write_text("sizes = [400]\nepsilon = 1.0\n")
+    done = call("federated", "server", "federation.toml", "--run-dir", "s", code=2)
+    assert "--keys" in done.stderr
+    done = call("federated", "client", "0", "--run-dir", "c", code=2)
+    assert "--insecure" in done.stderr
+    (tmp_path / "federation.toml").write_text("epsilon = 1.0\n")
+    done = call("federated", "server", "federation.toml", "--run-dir", "s", code=2)
+    assert "sizes of the clients are not declared" in done.stderr
