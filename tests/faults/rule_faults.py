@@ -182,7 +182,7 @@ FAULTS = [
     Fault(
         "7 ledger cut to its header",
         ledger_checks.cut_ledger_is_refused,
-        (Patch(ledgers.open_ledger, "Ledger.open(path, check)", "Ledger.open(path)"),),
+        (Patch(ledgers.open_with, "Ledger.open(path, check)", "Ledger.open(path)"),),
     ),
     Fault(
         "7 payment made again is cut off",

@@ -32,7 +32,13 @@ def test_equal_addresses_give_equal_draws_and_others_do_not():
 
 def test_secret_streams_do_not_follow_from_the_public_seed():
     public = {s.name for s in Stream if not s.is_secret}
-    assert public == {"INITIALISATION", "PROBE", "VALIDATION", "PRETRAINING"}
+    assert public == {
+        "INITIALISATION",
+        "PROBE",
+        "VALIDATION",
+        "PRETRAINING",
+        "SPECTRUM",
+    }
     for stream in Stream:
         pair = [first(RandomStreams(5), stream, 0) for _ in range(2)]
         assert (pair[0] == pair[1]) == (not stream.is_secret)

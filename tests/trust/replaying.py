@@ -71,6 +71,8 @@ def settings(recipe, net):
         found |= {"probes": public(net)}
     if own.correlation is not None:
         found |= {"bands": 2}
+    if own.eigenvalues is not None:
+        found |= {"spectrum_size": 16, "spectrum_top": 8}
     if own.curvature is not None and not own.curvature.from_releases:
         found |= {"probe_size": 8, "probe_batches": 2}
     return found
