@@ -110,8 +110,9 @@ def test_every_noise_multiplier_is_there(modules):
     training = modules["training"]
     for name, table in modules["arms"].TABLES.items():
         for size in training.sizes_of(table):
-            assert training.sigma_key(table, size) in sigmas, name
-            assert training.noise(table, size)[0] > 0
+            for bands in training.bands_of(table):
+                assert training.sigma_key(table, size, bands) in sigmas, name
+                assert training.noise(table, size, bands)[0] > 0
 
 
 # -- settings --------------------------------------------------------------------------
@@ -333,3 +334,15 @@ def test_what_diverged_is_said(modules, results, tmp_path):
     modules["tables"].write(results, tmp_path)
     text = (tmp_path / "dp_ngd.md").read_text()
     assert text.count("Diverged: dp-ngd public, no clamp (seed 2).") == 2
+
+
+def test_a_grid_has_every_combination_once(modules):
+    arms = modules["arms"]
+    table = "cifar10 correlated epsilon 1"
+    for name, about in arms.TABLES[table].arms.items():
+        found = arms.trials(table, name)
+        assert len(found) == about.trials == 16
+        assert len({json.dumps(own, sort_keys=True) for own in found}) == 16
+        rates = sorted({own["learning_rate"] for own in found})
+        edges = arms.inside(table, name, {**found[0], "learning_rate": rates[0]})
+        assert not any(edges.values())

@@ -10,9 +10,12 @@ results makes them results of something else.
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from dataclasses import dataclass, field
 
+import correlated
 import rivals
 
 #: Batch and epochs of the tables with DP-NGD.
@@ -31,6 +34,8 @@ class Arm:
     spread: bool = False
     #: Searched as well, with as many trials, where the best of those was at an edge.
     again: dict | None = None
+    #: All combinations of the lists that are searched; their number is that of trials.
+    grid: bool = False
 
 
 @dataclass(frozen=True)
@@ -241,6 +246,16 @@ def rivals_table(epsilon: float) -> Table:
     )  # fmt: skip
 
 
+# -- table 6: NoiseCurve's table 1b ---------------------------------------------------
+
+CORRELATED = {
+    name: Arm(
+        own.recipe, own.fixed, own.searched,
+        math.prod(len(values) for values in own.searched.values()), grid=True,
+    )
+    for name, own in correlated.ARMS.items()
+}  # fmt: skip
+
 TABLES: dict[str, Table] = {
     **{
         f"{data} paper protocol": Table("accuracy", data, "dpkfc-mnist", 256, 5, PAPER)
@@ -266,12 +281,24 @@ TABLES: dict[str, Table] = {
         f"mnist rivals epsilon {epsilon:g}": rivals_table(epsilon)
         for epsilon in RIVALS_TUNED_IN
     },
+    **{
+        f"cifar10 correlated epsilon {epsilon:g}": Table(
+            "correlated", "cifar10", "small-cnn", NGD_BATCH, NGD_EPOCHS, CORRELATED,
+            epsilon=epsilon, finalists=0,
+        )
+        for epsilon in correlated.EPSILONS
+    },
 }  # fmt: skip
 
 
 def trials(table: str, arm: str) -> list[dict[str, object]]:
     """The settings of every trial of an arm."""
     about = TABLES[table].arms[arm]
+    if about.grid:
+        fixed = {"recipe": about.recipe, **about.fixed}
+        grid = itertools.product(*about.searched.values())
+        own = (dict(zip(about.searched, values, strict=True)) for values in grid)
+        return [_settings({**fixed, **drawn}) for drawn in own]
     draw = random.Random(f"{table}/{arm}")
     found = _trials(about, about.searched, draw, about.spread)
     if about.again is not None:
@@ -337,6 +364,9 @@ def _inside(searched: dict, settings: dict[str, object]) -> dict[str, bool]:
             found[name] = (
                 (high / low) ** 0.05 * low < value < high / (high / low) ** 0.05
             )
+        elif name in ("learning_rate", "effective_step"):  # of a grid
+            value = _value(name, settings)
+            found[name] = min(where) * 1.01 < value < max(where) / 1.01
     return found
 
 

@@ -103,6 +103,18 @@ Of all arms the validation split puts `dp-kfc+disk` first at epsilon 1, and the 
 search of it at epsilon 8.
 
 {NOT_COUNTED}""",
+    "correlated": f"""\
+# Correlated noise on CIFAR-10
+
+{SOURCE}
+Table 1b of the NoiseCurve paper in our own protocol: `small-cnn` from a random start,
+groups that take turns (as many as bands), their cost by PLD. Every arm is tuned at each
+epsilon on a grid of sixteen trials: four learning rates times four numbers of bands, or
+for `dp-sgd` times momentum and clip rule. "Synthetic" and "public" say where the
+eigenvalues come from. `dp-kfc+noisecurve` takes its map from what DP-NGD's table chose
+for `dp-kfc`. The paper's net is another one, pretrained on ImageNet.
+
+{NOT_COUNTED}""",
     "ablation": f"""\
 # What each setting of dp-kfc does
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -32,7 +33,8 @@ def train(job, folder, device):
         held_out = load(folder, table.data, "test", device)
     else:
         (x, y), held_out = split(folder, table.data, device)
-    sigma, rate, steps = noise(table, len(x))
+    bands = job["settings"].get("bands", 1)
+    sigma, rate, steps = noise(table, len(x), bands)
     model, private = attach(job, table, folder, (x, y), sigma, rate, steps)
     found = {"sigma": sigma, "steps": steps}
     started = time.monotonic()
@@ -55,7 +57,7 @@ def attach(job, table, folder, examples, sigma, rate, steps):
     if average is not None:
         recipe = averaged(recipe, average)
     probes = None
-    if settings.get("probe") == "public":
+    if "public" in (settings.get("probe"), settings.get("spectrum_probe")):
         probes = PublicProbe(public(folder, table.data), name="Tiny-ImageNet")
     torch.manual_seed(job["seed"])
     shape = tuple(x.shape[1:])
@@ -125,19 +127,28 @@ def share_right(model, x, y):
 # -- noise -----------------------------------------------------------------------------
 
 
-def noise(table, size):
+def noise(table, size, bands=1):
     rate = table.batch_size / size
     stored = json.loads(SIGMAS.read_text(encoding="utf-8"))
-    return stored[sigma_key(table, size)], rate, steps_of(table, size)
+    return stored[sigma_key(table, size, bands)], rate, steps_of(table, size)
 
 
 def steps_of(table, size):
     return table.epochs * (size // table.batch_size)
 
 
-def sigma_key(table, size):
+def sigma_key(table, size, bands=1):
     steps = steps_of(table, size)
-    return f"{table.epsilon}/{table.delta}/{table.batch_size}/{size}/{steps}"
+    of_bands = "" if bands == 1 else f"/{bands} bands"
+    return f"{table.epsilon}/{table.delta}/{table.batch_size}/{size}/{steps}{of_bands}"
+
+
+def bands_of(table):
+    """All numbers of bands that an arm of the table may have."""
+    found = {1}
+    for arm in table.arms.values():
+        found |= set(arm.searched.get("bands", ()))
+    return sorted(found)
 
 
 def sizes_of(table):
@@ -152,13 +163,15 @@ def calibrate():
 
     found = json.loads(SIGMAS.read_text(encoding="utf-8"))
     for table in TABLES.values():
-        for size in sizes_of(table):
-            if sigma_key(table, size) in found:
+        for size, bands in itertools.product(sizes_of(table), bands_of(table)):
+            key = sigma_key(table, size, bands)
+            if key in found:
                 continue
-            found[sigma_key(table, size)] = calibrate_sigma(
+            # groups take turns: each has a part of the examples and of the steps
+            found[key] = calibrate_sigma(
                 table.epsilon,
-                sample_rate=table.batch_size / size,
-                steps=steps_of(table, size),
+                sample_rate=table.batch_size * bands / size,
+                steps=math.ceil(steps_of(table, size) / bands),
                 delta=table.delta,
                 relation="zero-out",
             )
