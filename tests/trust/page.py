@@ -111,7 +111,7 @@ class Beside:
         for name in sizes.folders:
             if (ROOT / "tests" / name).is_dir():
                 commands.append(
-                    f"{sys.executable} -m pytest -q -p no:xdist -p no:cacheprovider "
+                    f"{sys.executable} -m pytest -p no:xdist -p no:cacheprovider "
                     f"-m 'not slow' tests/{name} > {folder}/{name}.txt 2>&1"
                 )
         if sizes.mutants:
