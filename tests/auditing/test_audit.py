@@ -92,11 +92,7 @@ def test_a_run_that_has_begun_is_refused():
 
 # -- every recipe ----------------------------------------------------------------------
 
-PRIVATE = [
-    name
-    for name, recipe in RECIPES.items()
-    if recipe.private and recipe.correlation is None
-]
+PRIVATE = [name for name, recipe in RECIPES.items() if recipe.private]
 
 
 def test_the_audit_of_dp_sgd_reaches_sixty_percent_of_its_claim():

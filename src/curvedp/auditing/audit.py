@@ -116,6 +116,8 @@ def audit(
     _check(chosen, method, score, runs, confidence)
     source = TrainingData.of(dataset, collate_fn)
     plan = PrivacySettings.of(settings).plan(chosen, source.size)
+    if plan.correlation is not None:  # as chosen for the plan, in every run
+        chosen = chosen.configure(bands=plan.correlation.bands)
     if not isinstance(canaries, Canaries):
         canaries = _canaries(canaries, method, source, model, plan, seed)
     if method == "runs" and len(canaries) != 1:
@@ -160,8 +162,8 @@ def claim_of(plan: Plan) -> Claim:
         plan.epsilon(),
         plan.delta,
         plan.noise_multiplier,
-        plan.sampling.sample_rate,
-        plan.sampling.steps,
+        plan.event_rate,
+        plan.rounds,
         plan.relation,
     )
 

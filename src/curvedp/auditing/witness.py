@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from curvedp.accounting import Event
+from curvedp.auditing.correlated import SeenStep, joint_ratios
 from curvedp.auditing.directions import Directions
 from curvedp.auditing.evidence import disentangled_ratio, likelihood_ratio
 from curvedp.barrier import ClippedSum, Release
@@ -30,8 +31,8 @@ from curvedp.clipping import clipped_sum
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch, LayerIO, Recording, as_call
 from curvedp.layers.precision import exact
-from curvedp.noise import Mechanism, NoiseState, RandomStreams
-from curvedp.sampling import PhysicalBatch, PoissonSampler
+from curvedp.noise import CorrelatedMechanism, Mechanism, NoiseState, RandomStreams
+from curvedp.sampling import PhysicalBatch, Sampler
 from curvedp.train.datasets import moved
 from curvedp.train.engine import Engine
 from curvedp.train.private import Private
@@ -47,10 +48,10 @@ Scores = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class _NotedDraws(PoissonSampler):
+class _NotedDraws:
     """The run's own sampler; what it draws is noted."""
 
-    inner: PoissonSampler = field(kw_only=True)
+    inner: Sampler
     drawn: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
     def draw(self, step: int, population: int) -> npt.NDArray[np.int64]:
@@ -94,18 +95,10 @@ class Witness:
         engine: Engine = private._engine
         if private.step:
             raise ConfigurationError("the run has begun", "attach a new one")
-        if private.plan.correlation is not None:
-            raise ConfigurationError(
-                "the noise of this run's steps is correlated, and a witness scores "
-                "each step by itself",
-                "audit a recipe with independent noise",
-            )
         self._private, self._engine = private, engine
         self._canaries, self._first = canaries, first
         self._loader = engine._loader
-        sampler = self._loader._sampler
-        assert isinstance(sampler, PoissonSampler)
-        self._draws = _NotedDraws(sampler.sample_rate, sampler.generator, inner=sampler)
+        self._draws = _NotedDraws(self._loader._sampler)
         self._loader._sampler = self._draws
         self._releases = _NotedReleases(engine.noise.mechanism)
         engine.noise.mechanism = self._releases
@@ -116,6 +109,7 @@ class Witness:
         private, engine = self._private, self._engine
         count = _rows(self._canaries[0])
         totals = [np.zeros(count) for _ in self._canaries]
+        seen: list[SeenStep] = []
         private.model.train()
         others: ClippedSum | None = None
         while private.steps_left():
@@ -136,9 +130,15 @@ class Witness:
                     continue
                 release = self._releases.last
                 assert release is not None
-                for total, chunks in zip(totals, directions, strict=True):
-                    total += self._ratios(release, others, chunks)
+                if private.plan.correlation is not None:
+                    residual = self._residual(release, others)
+                    seen.append(SeenStep(residual, directions, release.frame))
+                else:
+                    for total, chunks in zip(totals, directions, strict=True):
+                        total += self._ratios(release, others, chunks)
                 others, directions, offset = None, None, 0
+        if private.plan.correlation is not None:
+            totals = self._joint(seen)
         return totals[0] if len(totals) == 1 else totals[0] - totals[1]
 
     def losses(self) -> Scores:
@@ -191,11 +191,24 @@ class Witness:
             )
         return found
 
+    def _joint(self, seen: list[SeenStep]) -> list[Scores]:
+        plan, mechanism = self._private.plan, self._releases.inner
+        assert plan.correlation is not None
+        assert isinstance(mechanism, CorrelatedMechanism)
+        with exact(self._device):
+            return joint_ratios(
+                seen, mechanism, plan.correlation.bands, plan.event_rate
+            )
+
+    def _residual(self, release: Release, others: ClippedSum) -> dict[str, Tensor]:
+        return {
+            n: release.values[n] - others.values[n] for n in self._engine.parameters
+        }
+
     def _ratios(
         self, release: Release, others: ClippedSum, chunks: Sequence[Directions]
     ) -> Scores:
-        names = list(self._engine.parameters)
-        residual = {n: release.values[n] - others.values[n] for n in names}
+        residual = self._residual(release, others)
         rate, variance = self._private.plan.sampling.sample_rate, release.noise_std**2
         count = sum(chunk.ios[0].batch_size for chunk in chunks)
         size = sum(v.numel() for v in residual.values())

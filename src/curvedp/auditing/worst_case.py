@@ -96,6 +96,8 @@ def audit_worst_case(
     case = HardestCase(canaries, replaced)
     own = get_recipe(recipe)
     settings = {**CLAIM, "learning_rate": SLOWER * own.learning_rate, **settings}
+    if own.correlation is not None:
+        settings.setdefault("bands", 2)
     if "noise_multiplier" in settings:
         settings.pop("epsilon")
     settings.setdefault("expected_batch_size", settings["sample_rate"] * canaries / 2)
@@ -127,16 +129,11 @@ def audit_all(
     """Audit every private recipe on the worst case; a row for each.
 
     Args:
-        recipes: names; by default all of :data:`curvedp.RECIPES` that are private and
-            have independent noise.
+        recipes: names; by default all of :data:`curvedp.RECIPES` that are private.
         on_result: called after each.
         **settings: as for :func:`audit_worst_case`.
     """
-    names = recipes or [
-        name
-        for name, recipe in RECIPES.items()
-        if recipe.private and recipe.correlation is None
-    ]
+    names = recipes or [name for name, recipe in RECIPES.items() if recipe.private]
     found = []
     for name in names:
         found.append(audit_worst_case(name, **settings))
