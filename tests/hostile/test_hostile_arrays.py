@@ -62,7 +62,7 @@ def test_idx(refused, tmp_path, images, labels, words):
     assert words in refused.train(folder)
 
 
-PACKED = gzip.compress(GOOD_IMAGES)
+PACKED = gzip.compress(GOOD_IMAGES, mtime=0)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ PACKED = gzip.compress(GOOD_IMAGES)
     [
         GOOD_IMAGES, PACKED[:-9], PACKED[:5], PACKED + b"junk", b"",
         PACKED[:12] + b"\xff" + PACKED[13:],
-        gzip.compress(idx((LOUD, LOUD, 9), bytes(100))),
-        gzip.compress(GOOD_IMAGES + bytes(1 << 22)),
+        gzip.compress(idx((LOUD, LOUD, 9), bytes(100)), mtime=0),
+        gzip.compress(GOOD_IMAGES + bytes(1 << 22), mtime=0),
     ],
 )  # fmt: skip
 def test_packed_idx(refused, tmp_path, content):
