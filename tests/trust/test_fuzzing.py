@@ -23,7 +23,8 @@ def test_no_made_up_run_moves_a_sum_further_than_declared():
 
 def test_the_search_finds_sums_that_round_too_much(monkeypatch):
     monkeypatch.setattr(rounding, "REACH", dict.fromkeys(rounding.REACH, math.inf))
-    assert fuzz_sums(200)[0].worst > 1.0001
+    # about every second search of this length comes upon one
+    assert any(fuzz_sums(200, number)[0].worst > 1.0001 for number in range(30))
 
 
 def test_the_search_finds_a_bound_that_is_a_little_too_large(monkeypatch):
