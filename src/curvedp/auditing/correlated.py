@@ -65,8 +65,8 @@ def joint_ratios(
     count = sum(own.ios[0].batch_size for own in steps[0].chunks[0])
     totals = np.zeros((kinds, groups, count))
     for block in _blocks(steps):
-        own = strategy[block.start : block.stop, block.start : block.stop]
-        weights = own.T @ own
+        square = strategy[block.start : block.stop, block.start : block.stop]
+        weights = square.T @ square
         for t in block:
             row = weights[t - block.start]
             mixed = _mixed([steps[k].residual for k in block], row)

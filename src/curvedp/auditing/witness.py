@@ -27,7 +27,6 @@ from curvedp.auditing.correlated import SeenStep, joint_ratios
 from curvedp.auditing.directions import Directions
 from curvedp.auditing.evidence import disentangled_ratio, likelihood_ratio
 from curvedp.barrier import ClippedSum, Release
-from curvedp.clipping import clipped_sum
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch, LayerIO, Recording, as_call
 from curvedp.layers.precision import exact
@@ -168,16 +167,7 @@ class Witness:
         present[: len(own)] &= own
         inputs, targets = moved(tuple(data), self._device)
         ios = _pass(self._private, Batch(inputs, targets))
-        return clipped_sum(
-            ios,
-            self._engine._rule(),
-            self._engine._clip_map(batch.step),
-            parameters=self._engine.parameters,
-            present=present,
-            step=batch.step,
-            scale=1.0 / self._loader.views,
-            slots=slots,
-        )
+        return self._engine.clip(ios, present, batch.step, scale=1.0)
 
     def _directions(self, batch: Batch, step: int) -> list[Directions]:
         size = sum(p.numel() for p in self._engine.parameters.values())

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from curvedp.clipping.adaptive import AdaptiveClipping
-from curvedp.clipping.bounded import Replacing, always, clipped_sum, own_copy
+from curvedp.clipping.bounded import Replacing, clipped_sum, own_copy
 from curvedp.clipping.measured import CurvatureClipping, MeasuredLayer
 from curvedp.clipping.rules import (
     ClippingRule,
@@ -22,7 +22,6 @@ __all__ = [
     "NormalisedClipping",
     "PerLayerClipping",
     "Replacing",
-    "always",
     "clipped_sum",
     "clipping_rule",
     "own_copy",

@@ -26,7 +26,6 @@ from curvedp.whitening.base import Part, Whitener, parts_of
 
 __all__ = [
     "Replacing",
-    "always",
     "clipped_sum",
     "kept_of_bound",
     "own_copy",
@@ -40,11 +39,6 @@ Replacing = Callable[[Tensor], bool]
 def where_needed(finite: Tensor) -> bool:
     """If there is anything to replace. The CPU waits for the answer."""
     return not bool(finite.all())
-
-
-def always(finite: Tensor) -> bool:
-    """The same operations whatever the values are; they copy all rows."""
-    return True
 
 
 def clipped_sum(

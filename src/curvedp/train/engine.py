@@ -35,7 +35,7 @@ from curvedp.sampling import PhysicalBatch, PhysicalLoader, Views
 from curvedp.train.compiled import CompiledPass
 from curvedp.train.datasets import moved
 from curvedp.train.explained import StepPlan, explain
-from curvedp.train.graph import Capture, GraphedPass, GraphedReadOut
+from curvedp.train.graph import HOPED_BYTES, Capture, GraphedPass, GraphedReadOut
 from curvedp.train.guard import (
     refuse_changes,
     refuse_foreign_gradients,
@@ -276,19 +276,27 @@ class Engine:
         return self._take(recording.layer_ios(), batch, self._scale())
 
     def _take(self, ios: Sequence[LayerIO], batch: PhysicalBatch, scale: float) -> bool:
-        part = clipped_sum(
+        return self._merge(self.clip(ios, batch.present, batch.step, scale), batch)
+
+    def clip(
+        self, ios: Sequence[LayerIO], present: Tensor, step: int, scale: float
+    ) -> ClippedSum:
+        """The clipped sum of a physical batch, as this run clips. Private.
+
+        ``scale`` makes its gradients those of the per-example losses.
+        """
+        return clipped_sum(
             ios,
             self._rule(),
-            self._clip_map(batch.step),
+            self._clip_map(step),
             parameters=self.parameters,
-            present=batch.present,
-            step=batch.step,
+            present=present,
+            step=step,
             scale=scale / self._loader.views,
             slots=self._loader.slots,
             norms=self._norms,
             expected=self.plan.sampling.expected_batch_size,
         )
-        return self._merge(part, batch)
 
     def accumulate_compiled(
         self, compiled: CompiledPass, batch: tuple[Any, Any]
@@ -345,7 +353,10 @@ class Engine:
         )
 
     def graphed(
-        self, loss: PerExampleLoss, capture: Capture | None = None, **options: Any
+        self,
+        loss: PerExampleLoss,
+        capture: Capture | None = None,
+        hoped_bytes: int = HOPED_BYTES,
     ) -> GraphedPass:
         """The pass over a batch as a graph; see :mod:`curvedp.train.graph`.
 
@@ -361,7 +372,7 @@ class Engine:
             norms=self._norms,
             expected=self.plan.sampling.expected_batch_size,
             capture=capture,
-            **options,
+            hoped_bytes=hoped_bytes,
         )
 
     def explain(self, synthesise: Synthesiser) -> StepPlan:

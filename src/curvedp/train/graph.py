@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from curvedp.barrier import ClippedSum
-from curvedp.clipping import ClippingRule, Replacing, always, clipped_sum, own_copy
+from curvedp.clipping import ClippingRule, clipped_sum, own_copy
 from curvedp.cuda import fill, own_values, record
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Coverage
@@ -42,7 +42,7 @@ from curvedp.train.passes import RecordedPass
 from curvedp.update import mapped_back
 from curvedp.whitening import Whitener
 
-__all__ = ["Capture", "CudaCapture", "GraphedPass", "GraphedReadOut"]
+__all__ = ["HOPED_BYTES", "Capture", "CudaCapture", "GraphedPass", "GraphedReadOut"]
 
 T = TypeVar("T")
 
@@ -134,21 +134,22 @@ class GraphedPass:
         key = (_signature(leaves), str(spec), _state(self._model), rule)
         for careful in (False, True) if self._hopes else (True,):
             work = partial(self._pass, rule=rule, whitener=whitener, careful=careful)
-            part, loss, finite = self._replayed((key, careful), leaves, spec, work)
+            replay = self._replay_of((key, careful), leaves, spec, whitener, work)
+            part, loss, finite = replay()
             if careful or bool(finite):
                 break
         self.loss = loss.clone()
         return own_copy(part, step)
 
-    def _replayed(
+    def _replay_of(
         self,
         key: Hashable,
         leaves: list[Any],
         spec: TreeSpec,
-        work: partial[tuple[ClippedSum, Tensor, Tensor]],
-    ) -> tuple[ClippedSum, Tensor, Tensor]:
-        """What the work gives for a batch, which is copied to where a graph reads."""
-        whitener = work.keywords["whitener"]
+        whitener: Whitener,
+        work: Callable[..., tuple[ClippedSum, Tensor, Tensor]],
+    ) -> Pass:
+        """A graph of the work, and the batch copied to where it reads."""
         stale = whitener is not self._whitener
         if stale or key not in self._graphs:
             device = next(self._model.parameters()).device
@@ -165,7 +166,7 @@ class GraphedPass:
         for place, leaf in zip(places, leaves, strict=True):
             if isinstance(place, Tensor):
                 place.copy_(leaf, non_blocking=True)
-        return replay()
+        return replay
 
     def _pass(
         self,
@@ -182,8 +183,7 @@ class GraphedPass:
         ios, loss = self._recorded(
             inputs, targets, point=point, keep_inputs=rule.measured_sites
         )
-        hoping = _Hoping()
-        replacing: Replacing = always if careful else hoping
+        replacing = _Decided(careful)
         part = clipped_sum(
             ios,
             rule,
@@ -197,17 +197,19 @@ class GraphedPass:
             norms=self._norms,
             expected=self._expected,
         )
-        return part, loss, torch.ones_like(loss) if careful else hoping.held
+        return part, loss, replacing.all_finite
 
 
-class _Hoping:
-    """Replaces nothing, and keeps the answer whether it should have."""
+class _Decided:
+    """Replaces or not, whatever the values are, and keeps whether it was needed."""
 
-    held: Tensor
+    def __init__(self, answer: bool) -> None:
+        self._answer = answer
+        self.all_finite: Tensor
 
     def __call__(self, finite: Tensor) -> bool:
-        self.held = finite.all()
-        return False
+        self.all_finite = finite.all()
+        return self._answer
 
 
 def _signature(leaves: list[Any]) -> Hashable:
