@@ -16,7 +16,7 @@ from curvedp.whitening import DiagonalMap
 from . import curvature_checks as checks
 from .mutate import Fault, Patch
 
-_AT = "self._clip_map(batch.step)"
+_AT = "self._clip_map(step)"
 
 
 def _made_anew(change):
@@ -61,7 +61,7 @@ FAULTS = [
         checks.whitener_ignores_what_is_in_the_batch,
         (
             Patch(
-                Engine._take,
+                Engine.clip,
                 _AT,
                 _made_anew(
                     "_streams=RandomStreams(int(1e6 * float(ios[0].sq_norms().sum())))"
@@ -74,11 +74,11 @@ FAULTS = [
         checks.whitener_ignores_the_size_of_the_batch,
         (
             Patch(
-                Engine._take,
+                Engine.clip,
                 _AT,
                 _made_anew(
                     "_how=__import__('dataclasses').replace("
-                    "self.whiteners._how, size=int(batch.present.sum()))"
+                    "self.whiteners._how, size=int(present.sum()))"
                 ),
             ),
         ),

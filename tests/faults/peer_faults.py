@@ -76,8 +76,8 @@ _SUMS = [
         peer_sums.adaptive_count_gets_the_same_noise,
         (
             RandomStreams.add_gaussian,
-            "torch._foreach_add(plain, noise)",
-            "[v + (n if v.dim() else 0.5 * n) for v, n in zip(plain, noise)]",
+            "torch._foreach_add(plain, normals, alpha=std)",
+            "[v + std * (n if v.dim() else 0.5 * n) for v, n in zip(plain, normals)]",
         ),
     ),
     fault(
@@ -135,8 +135,8 @@ _DATA = [
         peer_data.draws_are_poisson_as_accounted,
         (
             PhysicalLoader.steps,
-            "self._sampler.draw(step, self._size).tolist()",
-            "list(range(step % 2, self._size, 2))",
+            "self._sampler.draw(step, self._size)",
+            "np.arange(step % 2, self._size, 2)",
         ),
     ),
     fault(
@@ -144,10 +144,10 @@ _DATA = [
         peer_data.draws_are_poisson_as_accounted,
         (
             PhysicalLoader.steps,
-            "self._sampler.draw(step, self._size).tolist()",
-            "self._sampler.draw(step - step % 2, self._size).tolist()\n"
+            "self._sampler.draw(step, self._size)",
+            "self._sampler.draw(step - step % 2, self._size)\n"
             "            if step % 2:\n"
-            "                drawn = list(set(range(self._size)) - set(drawn))",
+            "                drawn = np.setdiff1d(np.arange(self._size), drawn)",
         ),
     ),
     fault(

@@ -152,8 +152,9 @@ class RandomStreams:
         generator = self.generator(Stream.NOISE, *at)
         std = multiplier * bound
         plain = list(values.values())
-        noise = torch._foreach_mul(self._normals_like(plain, generator), std)
-        return dict(zip(values, torch._foreach_add(plain, noise), strict=True)), std
+        normals = self._normals_like(plain, generator)
+        noisy = torch._foreach_add(plain, normals, alpha=std)
+        return dict(zip(values, noisy, strict=True)), std
 
     def standard_normals(
         self, values: Sequence[Tensor], *at: int, again: bool = False

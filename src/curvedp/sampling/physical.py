@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
@@ -29,6 +31,7 @@ from curvedp.sampling.views import Views
 __all__ = ["PhysicalBatch", "PhysicalLoader"]
 
 Collate = Callable[[list[Any]], Any]
+Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,6 +96,9 @@ class PhysicalLoader:
             and collate is None
             and not self._options
         )
+        if self._gather:
+            self._devices = {t.device for t in dataset.tensors}
+        self._numbers = torch.arange(self._physical)
         self._empty = self.template()
 
     @property
@@ -121,11 +127,11 @@ class PhysicalLoader:
 
     def steps(self, first: int, stop: int) -> Iterator[PhysicalBatch]:
         """Physical batches of the logical steps ``first, ..., stop - 1``."""
-        facts: deque[tuple[int, int, Tensor, bool]] = deque()
+        facts: deque[tuple[int, int, Tensor | int, bool]] = deque()
 
-        def portions() -> Iterator[list[int]]:
+        def portions() -> Iterator[Rows]:
             for step in range(first, stop):
-                drawn = self._sampler.draw(step, self._size).tolist()
+                drawn = self._sampler.draw(step, self._size)
                 cut = range(0, max(1, len(drawn)), self._units)
                 for start in cut:
                     part = drawn[start : start + self._units]
@@ -135,39 +141,47 @@ class PhysicalLoader:
 
         for data in self._fetch(portions()):
             step, start, places, completes = facts.popleft()
-            present = torch.zeros(self._physical, dtype=torch.bool)
-            present[places] = True
+            present = self._present(places)
             if self._views is not None:
                 data = self._views.expand(data, step, start)
             yield PhysicalBatch(self._placed(data, places), present, step, completes)
 
-    def _rows(self, units: list[int], step: int) -> tuple[list[int], Tensor]:
-        """Examples of the drawn units, and the rows of the batch that they go to."""
-        if self._people is None:
-            return units, torch.arange(len(units) * self._slots)
-        rows: list[int] = []
-        places: list[int] = []
-        for k, person in enumerate(units):
-            own = self._people.rows(person, step).tolist()
-            rows += own
-            places += range(k * self._slots, k * self._slots + len(own))
-        return rows, torch.tensor(places, dtype=torch.int64)
+    def _rows(self, units: Rows, step: int) -> tuple[Rows, Tensor | int]:
+        """Examples of the drawn units, and the rows of the batch that they go to.
 
-    def _placed(self, data: Any, places: Tensor) -> Any:
+        Rows by number, or as many as are said, from the first on.
+        """
+        if self._people is None:
+            return units, len(units) * self._slots
+        rows = [self._people.rows(int(person), step) for person in units]
+        places = [k * self._slots + np.arange(len(own)) for k, own in enumerate(rows)]
+        nobody = [np.zeros(0, dtype=np.int64)]
+        return np.concatenate(rows or nobody), torch.from_numpy(
+            np.concatenate(places or nobody)
+        )
+
+    def _present(self, places: Tensor | int) -> Tensor:
+        if isinstance(places, int):
+            return self._numbers < places
+        present = torch.zeros(self._physical, dtype=torch.bool)
+        present[places] = True
+        return present
+
+    def _placed(self, data: Any, places: Tensor | int) -> Any:
         """Move the fetched rows, which stand first, to their places."""
-        count = len(places)
-        if self._people is None or count == self._physical:
+        if isinstance(places, int) or len(places) == self._physical:
             return data
+        count = len(places)
         order = torch.full((self._physical,), count)  # row `count` is padding: zeros
         order[places] = torch.arange(count)
         return tree_map(lambda x: x[order] if isinstance(x, Tensor) else x, data)
 
-    def _fetch(self, portions: Iterator[list[int]]) -> Iterator[Any]:
+    def _fetch(self, portions: Iterator[Rows]) -> Iterator[Any]:
         if self._gather:
             for part in portions:
                 tensors = self._dataset.tensors
-                places = {t.device: _index(part, t.device) for t in tensors}
-                yield self._padded([t[places[t.device]] for t in tensors])
+                rows = {device: _index(part, device) for device in self._devices}
+                yield [_gathered(t, rows[t.device], self._fetched) for t in tensors]
         else:
             yield from DataLoader(
                 self._dataset,
@@ -176,34 +190,40 @@ class PhysicalLoader:
                 **self._options,
             )
 
-    def _padded(self, batch: Any) -> Any:
-        return pad_batch(batch, self._fetched)
-
     @property
     def _fetched(self) -> int:
         """Rows before views are made of them."""
         return self._physical if self._views is None else self._units
 
 
-def _index(rows: list[int], device: torch.device) -> Tensor:
+def _index(rows: Rows, device: torch.device) -> Tensor:
     """Row numbers on a device.
 
     They are copied from pinned memory. From any other the CPU would wait until the GPU
     has done all that was asked of it before.
     """
-    on_gpu = device.type == "cuda"
-    index = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu)
+    index = torch.from_numpy(rows)
+    if device.type == "cuda":
+        index = index.pin_memory()
     return index.to(device, non_blocking=True)
+
+
+def _gathered(x: Tensor, rows: Tensor, size: int) -> Tensor:
+    """Rows of x by number, and zeros until there are ``size``."""
+    found = x.new_empty(size, *x.shape[1:])
+    torch.index_select(x.detach(), 0, rows, out=found[: len(rows)])
+    found[len(rows) :].zero_()
+    return found
 
 
 class _Portions:
     """A batch sampler out of an iterator; DataLoader asks for an iterable."""
 
-    def __init__(self, portions: Iterator[list[int]]) -> None:
+    def __init__(self, portions: Iterator[Rows]) -> None:
         self._portions = portions
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._portions
+        return (rows.tolist() for rows in self._portions)
 
 
 @dataclass(frozen=True)

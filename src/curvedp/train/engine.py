@@ -36,11 +36,7 @@ from curvedp.train.compiled import CompiledPass
 from curvedp.train.datasets import moved
 from curvedp.train.explained import StepPlan, explain
 from curvedp.train.graph import HOPED_BYTES, Capture, GraphedPass, GraphedReadOut
-from curvedp.train.guard import (
-    refuse_changes,
-    refuse_foreign_gradients,
-    refuse_processes,
-)
+from curvedp.train.guard import Attached, refuse_processes
 from curvedp.train.journal import Journal, group_settings, restore_group_settings
 from curvedp.train.noise import RunNoise
 from curvedp.train.passes import ForwardPrecision, RecordedPass
@@ -130,6 +126,7 @@ class Engine:
         self.noise = RunNoise(plan, streams, ledger, secret, device)
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in coverage.parameters}
+        self._attached = Attached(model, optimizer, self.parameters)
         self.chain_state = chain.init(self.parameters, look_ahead=True)
         self._require_one_gradient()
         self.threshold = plan.clipping.first_threshold()
@@ -218,7 +215,7 @@ class Engine:
                 "loop calls the model itself",
                 "use private.train_on(batch) in the loop, or leave compile out",
             )
-        refuse_changes(self.model, self.optimizer, self.parameters)
+        self._attached.refuse_changes()
         recording = Recording(
             self.model,
             self._coverage.covered,
@@ -267,7 +264,7 @@ class Engine:
                 "optimizer.step() before a backward pass through private.model",
                 "call private.model(inputs) (not the bare model), then loss.backward()",
             )
-        refuse_foreign_gradients(self.model, self.optimizer)
+        self._attached.refuse_foreign_gradients()
         return batch, recording
 
     def accumulate(self) -> bool:
@@ -329,8 +326,8 @@ class Engine:
         opened = self._open.batch
         if opened is None:
             raise LoopError(*_NO_BATCH)
-        refuse_changes(self.model, self.optimizer, self.parameters)
-        refuse_foreign_gradients(self.model, self.optimizer)
+        self._attached.refuse_changes()
+        self._attached.refuse_foreign_gradients()
         return opened
 
     def compiled(

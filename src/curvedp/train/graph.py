@@ -38,6 +38,7 @@ from curvedp.errors import ConfigurationError
 from curvedp.layers import Coverage
 from curvedp.layers.precision import NormPrecision
 from curvedp.train.compiled import CompiledPass
+from curvedp.train.guard import each_module
 from curvedp.train.passes import RecordedPass
 from curvedp.update import mapped_back
 from curvedp.whitening import Whitener
@@ -221,12 +222,12 @@ def _signature(leaves: list[Any]) -> Hashable:
 def _state(model: nn.Module) -> Hashable:
     """Modes, and where everything lies that a replay will read."""
     found: list[Hashable] = []
-    for module in model.modules():
+    for module in each_module(model):
         found.append(module.training)
         for held in (module._parameters, module._buffers):
-            found += [
-                (x.data_ptr(), x.requires_grad) for x in held.values() if x is not None
-            ]
+            for x in held.values():
+                if x is not None:
+                    found += (x.data_ptr(), x.requires_grad)
     return tuple(found)
 
 

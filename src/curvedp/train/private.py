@@ -132,7 +132,8 @@ class Private:
             raise LoopError(
                 "private.model is in eval mode", "call private.model.train() before"
             )
-        self.optimizer.zero_grad()
+        if any(p.grad is not None for p in self._engine.parameters.values()):
+            self.optimizer.zero_grad()
         passed = self._passed
         if passed is not None:
             if isinstance(passed, GraphedPass):
