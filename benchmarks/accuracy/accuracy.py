@@ -1,6 +1,7 @@
 """Accuracy of the recipes at equal privacy: tune on a validation split, test once.
 
     python accuracy.py prepare --source FOLDER   # once: plain copies of the data sets
+    python accuracy.py pretrain --source FOLDER  # once: where some tables start
     python accuracy.py calibrate                 # noise multipliers that are missing
     python accuracy.py tune                      # opens the training files only
     python accuracy.py choose                    # best trial of every arm, fixed
@@ -207,7 +208,8 @@ def _longest_first(done):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = ["prepare", "calibrate", "tune", "choose", "test", "ablate", "tables"]
+    commands = ["prepare", "pretrain", "calibrate", "tune", "choose", "test"]
+    commands += ["ablate", "tables"]
     parser.add_argument("command", choices=commands)
     parser.add_argument("--data", type=Path, default=HERE.parent / "data")
     parser.add_argument("--source", type=Path, help="folder with load_data.py")
@@ -224,6 +226,11 @@ def main():
         from images import prepare
 
         prepare(options.data, options.source)
+    elif options.command == "pretrain":
+        import starts
+
+        for name in starts.STARTS:
+            starts.make(name, options.source)
     elif options.command == "calibrate":
         from training import calibrate
 

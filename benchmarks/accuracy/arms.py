@@ -45,6 +45,7 @@ class Table:
     Attributes:
         page: where it is shown.
         options: of the net.
+        start: pretrained parameters that all runs start from; see ``starts``.
         tuned_in: another table whose chosen settings are tested here; None tunes them.
         untuned: rows that take the chosen settings of an arm, but for a few:
             name -> (arm, settings).
@@ -63,6 +64,7 @@ class Table:
     epsilon: float = 1.0
     delta: float = 1e-5
     options: dict = field(default_factory=dict)
+    start: str | None = None
     tuned_in: str | None = None
     untuned: dict[str, tuple[str, dict]] = field(default_factory=dict)
     seeds: int = 5
@@ -282,10 +284,12 @@ TABLES: dict[str, Table] = {
         for epsilon in RIVALS_TUNED_IN
     },
     **{
-        f"cifar10 correlated epsilon {epsilon:g}": Table(
+        f"cifar10 correlated{pretrained} epsilon {epsilon:g}": Table(
             "correlated", "cifar10", "small-cnn", NGD_BATCH, NGD_EPOCHS, CORRELATED,
-            epsilon=epsilon, finalists=0,
+            epsilon=epsilon, start=start, finalists=0,
+            paper=correlated.PAPER[epsilon] if start else {},
         )
+        for pretrained, start in (("", None), (" pretrained", "simclr"))
         for epsilon in correlated.EPSILONS
     },
 }  # fmt: skip

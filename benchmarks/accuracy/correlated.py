@@ -47,3 +47,9 @@ ARMS = {
     "dp-kfc+noisecurve": _arm("dp-kfc+noisecurve", WHITENED, CORRELATED),
 }
 EPSILONS = (1.0, 2.0, 5.0)
+#: NoiseCurve's table 1b: its small CNN, pretrained, three runs.
+PAPER = {
+    1.0: {"dp-sgd": "48.65", "dp-bandmf": "49.18", "noisecurve public": "49.8"},
+    2.0: {"dp-sgd": "51.81", "dp-bandmf": "52.14", "noisecurve public": "54.13"},
+    5.0: {"dp-sgd": "54.6", "dp-bandmf": "55.42", "noisecurve public": "58.07"},
+}

@@ -85,7 +85,7 @@ def load(folder, data, part, device):
     if len(x) != SIZES[data][part]:
         raise ValueError(f"{data} {part}: {len(x)} examples, not {SIZES[data][part]}")
     # normalised on the CPU, so that a device has no part in what the inputs are
-    inputs = _normalised(torch.from_numpy(x), data).to(device)
+    inputs = normalised(torch.from_numpy(x), data).to(device)
     return inputs, torch.from_numpy(y).long().to(device)
 
 
@@ -106,9 +106,10 @@ def public(folder, data):
     if len(PIXELS[data][0]) == 1:  # grey, and the middle 28 x 28
         weights = torch.tensor(GREY).reshape(1, 3, 1, 1)
         x = (x.float() * weights).sum(1, keepdim=True)[..., 2:-2, 2:-2].contiguous()
-    return _normalised(x, data)
+    return normalised(x, data)
 
 
-def _normalised(x, data):
+def normalised(x, data):
+    """Pixels as the nets of a data set get them."""
     mean, std = (torch.tensor(c).reshape(-1, 1, 1) for c in PIXELS[data])
     return x.float().div_(255).sub_(mean).div_(std)

@@ -107,12 +107,16 @@ search of it at epsilon 8.
 # Correlated noise on CIFAR-10
 
 {SOURCE}
-Table 1b of the NoiseCurve paper in our own protocol: `small-cnn` from a random start,
-groups that take turns (as many as bands), their cost by PLD. Every arm is tuned at each
-epsilon on a grid of sixteen trials: four learning rates times four numbers of bands, or
-for `dp-sgd` times momentum and clip rule. "Synthetic" and "public" say where the
-eigenvalues come from. `dp-kfc+noisecurve` takes its map from what DP-NGD's table chose
-for `dp-kfc`. The paper's net is another one, pretrained on ImageNet.
+Table 1b of the NoiseCurve paper in our own protocol: `small-cnn`, groups that take
+turns (as many as bands), their cost by PLD. Every arm is tuned at each epsilon on a
+grid of sixteen trials: four learning rates times four numbers of bands, or for `dp-sgd`
+times momentum and clip rule. "Synthetic" and "public" say where the eigenvalues come
+from. `dp-kfc+noisecurve` takes its map from what DP-NGD's table chose for `dp-kfc`.
+
+Tables without "pretrained" start at random. The others start from one net that SimCLR
+has trained on 6 000 images of Tiny-ImageNet without labels, as the paper does, whose
+figures are beside them; a seed varies sampling and noise there. The paper's code is not
+public: batch, steps and the sizes that it leaves open are ours.
 
 {NOT_COUNTED}""",
     "ablation": f"""\

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import starts
 import torch
 from arms import TABLES
 from images import HELD_OUT, SIZES, load, public, split
@@ -62,6 +63,8 @@ def attach(job, table, folder, examples, sigma, rate, steps):
     torch.manual_seed(job["seed"])
     shape = tuple(x.shape[1:])
     model = models.build(table.model, shape, 10, **table.options).to(x.device)
+    if table.start is not None:
+        starts.load(table.start, model)
     private = make_private(
         model,
         recipe.make_optimiser(model.parameters()),

@@ -1,0 +1,122 @@
+"""What is compared: methods, accounts and settings of the two studies."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+
+from curvedp.barrier import Relation
+from curvedp.federated import FederatedPlan, Federation, View
+
+CLIENTS, DELTA = 20, 1e-5
+ROUNDS = {"cifar": 70, "fashion": 100}
+NOISE_FILE = Path(__file__).parents[1] / "results" / "federated_noise.json"
+#: Epsilons of the study; infinity is the row without noise.
+EPSILONS = {"cifar": (0.5, 1.0, 2.0, 5.0, 10.0, math.inf), "fashion": (2.0,)}
+#: View and relation of an account.
+ACCOUNTS = {
+    "paper": (View.of("each-client"), Relation.REPLACE_ONE),
+    "tight": (View.of("trusted-aggregate"), Relation.ADD_REMOVE),
+}
+#: Smallest part of a Dirichlet split: a record of a tiny client would need much noise.
+LEAST = 500
+#: lr / rho, lr / (1 - momentum): by how much a constant gradient moves in a round.
+STEPS = tuple(0.05 * 2**k for k in range(10))
+ADAM_RATES = tuple(0.001 * 2**k for k in range(10))
+RHO, MOMENTUM = 0.5, 0.9
+
+
+def _plain(step):
+    return {"learning_rate": step}
+
+
+def _momentum(step):
+    return {"learning_rate": step * (1 - MOMENTUM), "momentum": MOMENTUM}
+
+
+def _sofim(step):
+    return {"learning_rate": step * RHO, "rho": RHO, "beta": MOMENTUM}
+
+
+#: recipe, mode, settings of a step, steps, and further settings that are tuned.
+_CLIPS = ({"clip_norm": 10.0}, {"clip_norm": 2.0})
+_FLAT_OR_NOT = (
+    {"clipping": "flat", "clip_norm": 1.0},
+    {"clipping": "normalised", "clip_norm": 1.0},
+)
+ARMS = {
+    "cifar": {
+        "fedgd": ("dp-fedgd", None, _plain, STEPS, _CLIPS),
+        "momentum": ("dp-fedgd+momentum", None, _momentum, STEPS, _CLIPS),
+        "sofim (paper)": ("dp-fedsofim", None, _sofim, STEPS, _CLIPS),
+        "sofim (code)": ("dp-fedsofim", "code", _sofim, STEPS, _CLIPS),
+        "fedadam": ("dp-fedadam", None, _plain, ADAM_RATES, _CLIPS),
+        "fedyogi": ("dp-fedyogi", None, _plain, ADAM_RATES, _CLIPS),
+    },
+    "fashion": {
+        "fedgd": ("dp-fedgd", None, _plain, STEPS, _FLAT_OR_NOT),
+        "momentum": ("dp-fedgd+momentum", None, _momentum, STEPS, _FLAT_OR_NOT),
+        "fedkfc": (
+            "dp-fedkfc",
+            None,
+            _momentum,
+            STEPS,
+            ({"damping": 0.05}, {"damping": 0.2}),
+        ),
+    },
+}
+
+
+def groups(study):
+    """What a choice of settings is made for: (arm, account, epsilon, split)."""
+    accounts = ("paper", "tight") if study == "cifar" else ("tight",)
+    splits = ("iid",) if study == "cifar" else ("iid", "dirichlet, own sizes")
+    for arm in ARMS[study]:
+        for split in splits:
+            for epsilon in EPSILONS[study]:
+                # without noise there is nothing to account for
+                for account in accounts if math.isfinite(epsilon) else ("none",):
+                    yield {
+                        "study": study, "arm": arm, "account": account,
+                        "epsilon": epsilon, "split": split,
+                    }  # fmt: skip
+
+
+def trials(group):
+    """Settings that are tried for a group, the same number for every arm."""
+    _, _, of_step, steps, further = ARMS[group["study"]][group["arm"]]
+    for more in further:
+        for step in steps:
+            yield {"step": step, "settings": {**of_step(step), **more}}
+
+
+def write_noise(path):
+    """Noise over what a record moves, in one round, that each epsilon takes."""
+    found = {}
+    for study, epsilons in EPSILONS.items():
+        for relation in ("add-remove", "replace-one"):
+            for epsilon in filter(math.isfinite, epsilons):
+                one = Federation((1000.0,), ROUNDS[study], relation=Relation(relation))
+                plan = FederatedPlan.make(
+                    one, "trusted-aggregate", bound=1.0, delta=DELTA, epsilon=epsilon
+                )  # fmt: skip
+                found[f"{study} {relation} {epsilon:g}"] = plan.noise_multiplier
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+@cache
+def _noise_table():
+    return json.loads(NOISE_FILE.read_text())
+
+
+def noise_for(group, sizes):
+    """The multiplier of a group, for clients that declare these sizes."""
+    if not math.isfinite(group["epsilon"]):
+        return 1e-9
+    view, relation = ACCOUNTS[group["account"]]
+    name = f"{group['study']} {relation.value} {group['epsilon']:g}"
+    federation = Federation(tuple(sizes), ROUNDS[group["study"]], relation=relation)
+    return _noise_table()[name] / federation.seen_noise(view, 1.0)
