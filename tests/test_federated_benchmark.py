@@ -99,16 +99,16 @@ def test_every_arm_has_the_same_number_of_trials_and_its_settings_exist(bench):
             tried = list(bench.trials(group))
             counts.add(len(tried))
             bench._recipe({**group, **tried[0]})
-        assert counts == {20}
-    assert len(list(bench.tuning_specs("cifar", 1))) == 1320
-    assert len(list(bench.tuning_specs("fashion", 1))) == 120
+        assert counts == {22}
+    assert len(list(bench.tuning_specs("cifar", 1))) == 1452
+    assert len(list(bench.tuning_specs("fashion", 1))) == 132
 
 
 def test_a_part_of_the_study_can_be_asked_for(bench):
     only = ["account=tight", "epsilon=1", "arm=fedgd", "arm=momentum"]
     specs = bench.tuning_specs("cifar", 1)
     wanted = [s for s in specs if bench.is_wanted(s, only)]
-    assert len(wanted) == 2 * 20
+    assert len(wanted) == 2 * 22
     assert {s["epsilon"] for s in wanted} == {1.0}
     assert bench.is_wanted(wanted[0], [])
 

@@ -198,7 +198,7 @@ def _chosen(chosen):
     yield "## Settings that were chosen\n"
     yield "| study | account | epsilon | split | method | step | other | inside |"
     yield "|---|---|---|---|---|---|---|---|"
-    for group, own in chosen.items():
+    for group, own in sorted(chosen.items(), key=_in_order):
         study, arm, account, epsilon, split = json.loads(group)
         other = {
             name: value
@@ -212,6 +212,11 @@ def _chosen(chosen):
             f"| {own['step']:g} | {told} | {inside} |"
         )
     yield ""
+
+
+def _in_order(item):
+    study, arm, account, epsilon, split = json.loads(item[0])
+    return study, split, account, epsilon, arm
 
 
 def plot(lines, path):
@@ -240,7 +245,7 @@ def plot(lines, path):
         row[0].set_ylabel(f"test accuracy, %\n{ACCOUNTS[account]}", fontsize=7)
     for axis in axes[-1]:
         axis.set_xlabel("round", fontsize=8)
-    axes[0][0].set_ylim(bottom=35)
+    axes[0][0].set_ylim(bottom=50)
     axes[0][-1].legend(fontsize=6)
     figure.savefig(path, dpi=90, metadata={"Software": None})
 

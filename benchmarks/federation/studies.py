@@ -23,8 +23,8 @@ ACCOUNTS = {
 #: Smallest part of a Dirichlet split: a record of a tiny client would need much noise.
 LEAST = 500
 #: lr / rho, lr / (1 - momentum): by how much a constant gradient moves in a round.
-STEPS = tuple(0.05 * 2**k for k in range(10))
-ADAM_RATES = tuple(0.001 * 2**k for k in range(10))
+STEPS = tuple(0.05 * 2**k for k in range(11))
+ADAM_RATES = tuple(0.001 * 2**k for k in range(11))
 RHO, MOMENTUM = 0.5, 0.9
 
 
