@@ -14,6 +14,7 @@ from curvedp.train import ledgers
 from curvedp.train.engine import Engine
 from curvedp.train.journal import Journal
 from curvedp.train.noise import RunNoise
+from curvedp.train.releasing import Releasing
 from curvedp.train.wrapped import PrivateLoader
 
 from . import checks, ledger_checks, rounding_checks
@@ -135,7 +136,7 @@ FAULTS = [
         checks.paid_before_drawn,
         (
             Patch(
-                Engine.release,
+                Releasing.carry_out,
                 "self.ledger.pay(self.step, attempt, self.noise.event(self.step))\n"
                 "    release = self.noise.release(pending, attempt)",
                 "release = self.noise.release(pending, attempt)\n"
@@ -148,7 +149,7 @@ FAULTS = [
         checks.kept_before_applied,
         (
             Patch(
-                Engine.release,
+                Releasing.carry_out,
                 "    if self.journal is not None:\n"
                 "        self.journal.write(release, group_settings(self.optimizer))\n"
                 "    self.apply(release)",
@@ -212,7 +213,7 @@ FAULTS = [
             Patch(
                 Engine.batches, "min(steps, self.steps_left)", "max(1, self.steps_left)"
             ),
-            Patch(Engine.release, "self.steps_left == 0", "False"),
+            Patch(Releasing.carry_out, "self.steps_left == 0", "False"),
         ),
     ),
     Fault(

@@ -1,32 +1,23 @@
 """The private step, in one place: every tier of the API goes through here.
 
 A logical step is a sequence of physical batches. For each of them: forward, backward,
-clip, add to the pending sum. After the last one, in this order and no other:
-
-1. the budget is checked (again: the loader checked before it drew);
-2. the payment is written to the ledger and forced to disk;
-3. noise is drawn and added: the pending sum becomes a release;
-4. the release is written to the journal;
-5. the optimiser moves the parameters.
-
-A crash between 2 and 4 costs the payment: the step runs again with fresh noise and pays
-again. A crash after 4 costs nothing: the journal repeats the update.
+clip, add to the pending sum. When the last one is in, the sum is released and the
+parameters move (:mod:`curvedp.train.releasing`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvedp.accounting import Ledger, MemoryLedger
-from curvedp.barrier import ClippedSum, Release
-from curvedp.clipping import ClippingRule, clipped_sum
-from curvedp.errors import BudgetError, ConfigurationError, LoopError
+from curvedp.barrier import ClippedSum
+from curvedp.clipping import clipped_sum
+from curvedp.errors import LoopError
 from curvedp.layers import Coverage, LayerIO, PerExampleLoss, Recording, Synthesiser
 from curvedp.layers.precision import NormPrecision
 from curvedp.noise import RandomStreams
@@ -37,17 +28,15 @@ from curvedp.train.datasets import moved
 from curvedp.train.explained import StepPlan, explain
 from curvedp.train.graph import HOPED_BYTES, Capture, GraphedPass, GraphedReadOut
 from curvedp.train.guard import Attached, refuse_processes
-from curvedp.train.journal import Journal, group_settings, restore_group_settings
-from curvedp.train.noise import RunNoise
+from curvedp.train.journal import Journal
 from curvedp.train.passes import ForwardPrecision, RecordedPass
+from curvedp.train.releasing import Releasing
 from curvedp.train.secret import RunSecret
 from curvedp.train.whitened import WhitenerSource
-from curvedp.update import BackMap, Chain, apply_release
-from curvedp.whitening import IdentityWhitener, Whitener
+from curvedp.update import BackMap, Chain
 
 __all__ = ["Engine"]
 
-_AS_IT_IS = IdentityWhitener()
 _NO_BATCH = (
     "optimizer.step() without a batch from private.loader",
     "iterate over private.loader; a private step takes no other data",
@@ -63,29 +52,18 @@ class _Open:
     pending: ClippedSum | None = None
 
 
-class Engine:
+class Engine(Releasing):
     """Runs private steps on a model.
 
     Args:
         model: the user's model.
-        optimizer: the torch optimiser that moves it.
-        plan: sampling, clipping, noise and accounting.
         coverage: verified sites of the model.
-        whiteners: gives the map before clipping, at each step.
-        back_map: how a release leaves the whitener's coordinates. With "forward" it was
-            never in them: gradients are clipped and get noise as they are.
-        chain: transforms on the released mean gradient.
-        streams: all randomness.
-        ledger: where steps are paid.
         loader: draws and cuts the batches.
-        journal: where releases are kept, or None.
         precision: of the model's forward pass.
         norms: precision of the norms.
-        secret: of a run with correlated noise.
 
-    Attributes:
-        step: logical steps made.
-        threshold: of an adaptive clip rule; None for others.
+    The other arguments, and what is known of where the run stands, are those of
+    :class:`curvedp.train.releasing.Releasing`.
     """
 
     def __init__(
@@ -106,30 +84,27 @@ class Engine:
         norms: NormPrecision = NormPrecision.WIDE,
         secret: RunSecret | None = None,
     ) -> None:
+        named = dict(model.named_parameters())
+        super().__init__(
+            {name: named[name] for name in coverage.parameters},
+            optimizer=optimizer,
+            plan=plan,
+            whiteners=whiteners,
+            back_map=back_map,
+            chain=chain,
+            streams=streams,
+            ledger=ledger,
+            journal=journal,
+            secret=secret,
+        )
         self.model = model
-        self.optimizer = optimizer
-        self.plan = plan
-        self.ledger = ledger
-        self.streams = streams
-        self.journal = journal
         self.physical_batch_size = loader.physical_batch_size
-        self.step = 0
         self._coverage = coverage
-        self.whiteners = whiteners
-        self._back = BackMap(back_map)
         self._precision = precision or ForwardPrecision(None, model)
         self._norms = norms
         self._compiled: CompiledPass | None = None
-        self._chain = chain
         self._loader = loader
-        device = next(model.parameters()).device.type
-        self.noise = RunNoise(plan, streams, ledger, secret, device)
-        named = dict(model.named_parameters())
-        self.parameters = {name: named[name] for name in coverage.parameters}
         self._attached = Attached(model, optimizer, self.parameters)
-        self.chain_state = chain.init(self.parameters, look_ahead=True)
-        self._require_one_gradient()
-        self.threshold = plan.clipping.first_threshold()
         self._open = _Open()
         self._scale: Callable[[], float] = lambda: 1.0
 
@@ -139,11 +114,6 @@ class Engine:
         So that they are those of the per-example losses.
         """
         self._scale = scale
-
-    @property
-    def steps_left(self) -> int:
-        """Steps that the budget still allows."""
-        return self.noise.steps_left(self.step)
 
     @property
     def views(self) -> Views | None:
@@ -226,33 +196,6 @@ class Engine:
         with self._precision.during_forward():
             output = recording.forward(args, kwargs, self._point())
         return self._precision.outputs(output)
-
-    def _require_one_gradient(self) -> None:
-        ahead = self._chain.look_ahead(self.chain_state)
-        if ahead is not None and ahead.weight != 1.0:
-            raise ConfigurationError(
-                "the transform combines two gradients of every example, one of them "
-                f"ahead (with weight {ahead.weight:g}), and one is taken",
-                "for DiSK set gamma = 0, which stands for (1 - kappa) / kappa: there "
-                "one gradient is enough",
-            )
-
-    def _point(self) -> dict[str, Tensor] | None:
-        """Where the gradient is taken, if not at the parameters. Public."""
-        ahead = self._chain.look_ahead(self.chain_state)
-        if ahead is None:
-            return None
-        return {
-            name: (p.detach() + ahead.offsets[name].to(p.device)).to(p.dtype)
-            for name, p in self.parameters.items()
-        }
-
-    def averaged(self) -> dict[str, Tensor] | None:
-        """An average of the iterates, where a transform keeps one; copies."""
-        found = self._chain.averaged(self.chain_state)
-        if found is None:
-            return None
-        return {name: value.detach().clone() for name, value in found.items()}
 
     def require_backward(self) -> tuple[PhysicalBatch, Recording]:
         """The open batch and its recorded pass, or an error naming what is missing."""
@@ -395,58 +338,7 @@ class Engine:
         pending = self._open.pending
         if pending is None or pending.step != self.step:
             raise LoopError("there is no whole logical batch to release")
-        if self.steps_left == 0:
-            raise self.exhausted()
-        attempt = self.ledger.next_attempt(self.step)
-        self.ledger.pay(self.step, attempt, self.noise.event(self.step))
-        release = self.noise.release(pending, attempt)
+        self.carry_out(pending, self._forget)
+
+    def _forget(self) -> None:
         self._open = _Open()
-        if self.journal is not None:
-            self.journal.write(release, group_settings(self.optimizer))
-        self.apply(release)
-        self.noise.finish(self.step)
-
-    def apply(self, release: Release) -> None:
-        """Move the parameters by a release, fresh or read from the journal."""
-        rule, divisor = self._rule(), self.plan.sampling.expected_batch_size
-        self.chain_state, self.threshold = apply_release(
-            release,
-            self.parameters,
-            self.optimizer,
-            expected_batch_size=divisor,
-            rule=rule,
-            chain=self._chain,
-            state=self.chain_state,
-            back=partial(self._back, whitener=self.whiteners.at(release.step)),
-        )
-        self.whiteners.observe(release, rule, divisor)
-        self.step = release.step + 1
-
-    def _clip_map(self, step: int) -> Whitener:
-        """The map in whose coordinates gradients are clipped and get their noise."""
-        return _AS_IT_IS if self._back.kind == "forward" else self.whiteners.at(step)
-
-    def _rule(self) -> ClippingRule:
-        """The clip rule as releases so far have made it."""
-        return self.plan.clipping.at(self.threshold)
-
-    def recover(self) -> int:
-        """Repeat the updates that the journal has beyond this step; how many."""
-        recovered = 0
-        if self.journal is not None:
-            while (entry := self.journal.read(self.step)) is not None:
-                release, settings = entry
-                restore_group_settings(self.optimizer, settings)
-                self.noise.replayed(release)
-                self.apply(release)
-                recovered += 1
-        self.noise.rejoin(self.step)
-        return recovered
-
-    def exhausted(self) -> BudgetError:
-        """The error for a step beyond the budget."""
-        return BudgetError(
-            f"all {self.plan.sampling.steps} planned steps are paid for: another one "
-            "would exceed the budget",
-            "stop here, or plan a new run with more steps (more noise in each)",
-        )

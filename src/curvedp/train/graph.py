@@ -11,7 +11,7 @@ graph is recorded again whenever something that it took for granted is another:
 - the clip rule and the whitener (at every refresh).
 
 Payment, noise, journal and optimiser are outside: their order on the disk is what the
-guarantee rests on (:mod:`curvedp.train.engine`). The noise has a graph of its own
+guarantee rests on (:mod:`curvedp.train.releasing`). The noise has a graph of its own
 (:mod:`curvedp.noise.graphed`), and so has the way back from the whitened frame.
 
 A graph cannot look whether an example is non-finite and has to be replaced. Replacing
