@@ -113,6 +113,8 @@ class RunNoise:
     def rejoin(self, step: int) -> None:
         """Continue the block that steps before ``step`` belong to, if that is safe."""
         self.finish(step)
+        if self._secret is not None and self.steps_left(step) == 0:
+            return  # it is forgotten, and must not be written again
         mechanism, begin = self.mechanism, self._begin
         if not isinstance(mechanism, CorrelatedMechanism) or begin is None:
             return
