@@ -173,7 +173,9 @@ class RandomStreams:
         """
         if again:
             self._refuse_fork()
-            entropy = self._past.get(at[0], self._secret)
+            # a step that an earlier sitting paid for may have been made again by us
+            own = at in self._drawn
+            entropy = self._secret if own else self._past.get(at[0], self._secret)
             sequence = np.random.SeedSequence(
                 entropy, spawn_key=(Stream.NOISE.value, *at)
             )
