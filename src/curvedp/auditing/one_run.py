@@ -138,6 +138,10 @@ def guess(
         raise ConfigurationError(
             f"{count} scores of {len(included)} canaries", "use at least 2 canaries"
         )
+    if not np.isfinite(scores).all():  # they would all be called "in"
+        raise ConfigurationError(
+            "a score is not a finite number", "look at the canaries and at the loss"
+        )
     order = np.argsort(scores, kind="stable")
     each = 1 - (1 - confidence) / len(SHARES)
     tried = []
