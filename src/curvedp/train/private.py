@@ -262,6 +262,9 @@ class Private:
         if isinstance(ledger, MemoryLedger) and "ledger" in state:
             ledger.absorb(state["ledger"])
         self._load(state, state["model"])
+        if self._engine.journal is not None:
+            # they were made from other parameters; a crash must not bring them back
+            self._engine.journal.drop_from(self.step)
         self._engine.noise.rejoin(self.step)
 
     def save(self, extra: dict[str, Any] | None = None) -> None:
