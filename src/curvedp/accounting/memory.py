@@ -28,6 +28,7 @@ class MemoryLedger(LedgerRecord):
     def __init__(self, header: LedgerHeader) -> None:
         super().__init__(Path("(memory)"), header)
         self._entries: list[Payment | Note] = []
+        self._past = {header.run_id}  # this run, and those that it went on with
 
     def pay(self, step: int, attempt: int, event: Event) -> Payment:
         """Record that ``event`` is about to happen."""
@@ -65,6 +66,13 @@ class MemoryLedger(LedgerRecord):
                 "the stored ledger belongs to a run with other settings",
                 "restore it into a run that was made with the same settings",
             )
+        if self.count() and stored.header.run_id not in self._past:
+            raise LedgerError(
+                "the stored ledger belongs to another run, and this one has paid for "
+                "steps of its own: one of the two would be forgotten",
+                "restore it into a run that was just attached",
+            )
+        self._past.add(stored.header.run_id)
         for payment in stored.payments():
             if payment.attempt >= self.next_attempt(payment.step):
                 self.pay(payment.step, payment.attempt, payment.event)

@@ -253,6 +253,7 @@ class Private:
         state["facts"] = self._facts()
         if isinstance(ledger, MemoryLedger):
             state["ledger"] = ledger.to_text()
+        state["run"] = {"id": ledger.header.run_id, "payments": ledger.count()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -261,11 +262,25 @@ class Private:
         ledger = self._engine.ledger
         if isinstance(ledger, MemoryLedger) and "ledger" in state:
             ledger.absorb(state["ledger"])
+        else:
+            self._refuse_lost_payments(state.get("run", {}))
         self._load(state, state["model"])
         if self._engine.journal is not None:
             # they were made from other parameters; a crash must not bring them back
             self._engine.journal.drop_from(self.step)
         self._engine.noise.rejoin(self.step)
+
+    def _refuse_lost_payments(self, run: dict[str, Any]) -> None:
+        """A state whose payments are not in this ledger would be had for nothing."""
+        ledger = self._engine.ledger
+        own = run.get("id") == ledger.header.run_id
+        if not own or run.get("payments", 0) > ledger.count():
+            raise CheckpointError(
+                "the state belongs to a run whose payments are not in this run's "
+                "ledger: its steps would be had for nothing",
+                "attach with the run folder that it was made with and call resume(); "
+                "or carry states between runs that have no folder",
+            )
 
     def save(self, extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint into the run folder, with states of your own (extra).
