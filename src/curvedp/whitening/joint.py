@@ -61,8 +61,13 @@ class JointMap(DenseMap):
 
     @property
     def _rest(self) -> float:
-        """The map of everything outside the bases."""
-        return self.floor**-self.exponent if self.floor > 0 else 0.0
+        """The map of everything outside the bases; 0 where they leave nothing out.
+
+        With full bases there is rounding alone outside of them, which a small floor
+        would stretch beyond everything that is inside.
+        """
+        full = all(q.shape[-1] == q.shape[-2] for q in (self.inputs, self.outputs))
+        return self.floor**-self.exponent if self.floor > 0 and not full else 0.0
 
     def sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, DenseIO):
@@ -110,6 +115,8 @@ class JointMap(DenseMap):
         """A difference, so it is raised by what its own rounding can hide."""
         n = self.inputs.shape[-2] + self.outputs.shape[-2]
         hidden = 8 * n * ROUNDING[whole.dtype] * whole
+        if not self._rest:  # nothing is outside; rounding is, of what was rotated
+            return (inside + self._largest**2 * hidden.sum(1)).double()
         rest = (whole - covered).clamp_min(0) + hidden
         return (inside + self._rest**2 * rest.sum(1)).double()
 
