@@ -194,9 +194,8 @@ class JointWhitening:
                     )
                 )
             elif isinstance(factor, LookupFactor):
-                rows = factor.counts.double() / max(factor.tokens, 1.0)
-                mean = float(factor.g.trace().mean()) / factor.g.size
-                scales = (rows * mean).clamp_min(floor) ** -self.exponent
+                rows = _lookup_products(factor)
+                scales = rows.clamp_min(floor) ** -self.exponent
                 shape = parameters[factor.weight].shape
                 maps.append(DiagonalMap({factor.weight: scales[:, None].expand(shape)}))
             else:
@@ -232,9 +231,22 @@ def _products(factors: Factors, spectra: _Spectra) -> list[tuple[Tensor, int]]:
             known = g.values.unsqueeze(-1) * a.values.unsqueeze(-2)
             size = factor.a.groups * factor.a.size * factor.g.size
             found.append((known, size - known.numel()))
+        elif isinstance(factor, LookupFactor):
+            found.append((_lookup_products(factor).repeat(factor.g.size), 0))
         elif isinstance(factor, DiagonalFactor):
             found += [(factor.mean(n), 0) for n in factor.squares]
     return found
+
+
+def _lookup_products(factor: LookupFactor) -> Tensor:
+    """Of an embedding's rows, each with the mean eigenvalue of G, ``[V]``."""
+    mean = float(factor.g.trace().mean()) / factor.g.size
+    return _shares(factor) * mean
+
+
+def _shares(factor: LookupFactor) -> Tensor:
+    """The diagonal of A: how much of all tokens each is, ``[V]``, float64."""
+    return factor.counts.double() / max(factor.tokens, 1e-300)
 
 
 def diagonal_whitening(
@@ -284,7 +296,7 @@ def _diagonal(factor: DiagonalFactor, exponent: float, damping: Damping) -> Diag
 def _lookup_root(
     factor: LookupFactor, exponent: float, damping: Damping
 ) -> DiagonalRoot:
-    return diagonal_root(factor.counts, exponent, damping)
+    return diagonal_root(_shares(factor), exponent, damping)
 
 
 def _product_root(
@@ -324,13 +336,20 @@ def _matched_scale(
         after = mapped * _trace(right.times(right.times(g)))
     else:
         a, g = factor.a.mean().double(), factor.g.mean().double()
-        before = _trace(a) * _trace(g)
-        after = _trace(right.times(right.times(a))) * _trace(left.times(left.times(g)))
+        mapped_a, mapped_g = right.times(right.times(a)), left.times(left.times(g))
+        # F is one product for each group, so traces multiply within a group
+        before = (_traces(a) * _traces(g)).sum()
+        after = (_traces(mapped_a) * _traces(mapped_g)).sum()
     return math.sqrt(float(before / after)) if float(after) > 0 else 1.0
 
 
 def _trace(m: Tensor) -> Tensor:
-    return m.diagonal(dim1=-2, dim2=-1).sum()
+    return _traces(m).sum()
+
+
+def _traces(m: Tensor) -> Tensor:
+    """``[G, n, n]`` to ``[G]``."""
+    return m.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def _whole(
