@@ -283,7 +283,7 @@ class Recipe:
         }
         if self.optimiser == "sgd":
             options["momentum"] = self.momentum
-        elif self.momentum:
+        else:
             options["betas"] = (self.momentum, 0.999)
         return _OPTIMISERS[self.optimiser](parameters, **options)
 
