@@ -193,6 +193,13 @@ class SweepConfig:
                 "every setting is fixed, and there is nothing to search",
                 "give --search learning_rate=log:0.01:1",
             )
+        if "probe" in self.search and "oracle" in self.search["probe"].edges():
+            raise ConfigurationError(
+                "an oracle is searched: trials that take curvature from the private "
+                "data have no guarantee, and a sweep speaks for all of them",
+                "leave it out of --search, or make a sweep of its own with --set "
+                "probe=oracle",
+            )
         own = recipe.facts()
         for name, where in self.search.items():
             number = not isinstance(own[name], str | bool)
@@ -209,7 +216,8 @@ class SweepConfig:
                     "give whole numbers for its ends",
                 )
             for value in where.edges():  # types and least values, one by one
-                recipe.configure(**{name: value}) if _alone(own, name, value) else None
+                beside = {**self.base.recipe_settings, name: value}
+                recipe.configure(**beside) if _alone(own, name, value) else None
 
     def _check_counted(self) -> None:
         if self.sampler != "random":

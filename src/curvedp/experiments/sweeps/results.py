@@ -335,8 +335,11 @@ def train_command(
             words.append(flag)
         elif value is not None and value is not False:
             words += [flag, str(value)]
-    if base.loss:
-        words += ["--loss", base.loss]
+    for name in ("loss", "augment", "precision", "norm_precision"):
+        if getattr(base, name):
+            words += [f"--{name.replace('_', '-')}", getattr(base, name)]
+    if base.views > 1:
+        words += ["--views", str(base.views)]
     return shlex.join(words)
 
 
