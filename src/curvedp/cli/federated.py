@@ -194,8 +194,14 @@ def views(
         settings = replace(settings, sizes=(size,) * settings.clients)
     rows = []
     for observer in Observer:
-        lost = 0 if observer is Observer.EACH_CLIENT else colluding or 0
-        plan = replace(settings, view=observer.value, colluding=lost).plan()
+        alone = observer is Observer.EACH_CLIENT
+        lost = settings.colluding if colluding is None else colluding
+        plan = replace(
+            settings,
+            view=observer.value,
+            colluding=0 if alone else lost,
+            dropouts=0 if alone else settings.dropouts,
+        ).plan()
         rows.append(_view_row(plan))
     if json_output:
         print_json({"views": rows})

@@ -314,7 +314,9 @@ def serve(
     shared, rows = server.shared, []
 
     def report(made: RoundReport) -> None:
-        row = {"round": made.round + 1.0, "clients": float(len(made.accepted))}
+        row = {"round": made.round + 1.0}
+        if not server.hides_participants:  # the number drawn tells of the draw
+            row["clients"] = float(len(made.accepted))
         if held_out is not None:
             metrics = ("accuracy", "loss")
             row |= evaluate(shared.model, held_out, shared.loss, metrics)

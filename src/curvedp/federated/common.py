@@ -193,9 +193,14 @@ def checked_parameters(
                 f"{what}: {name!r} has the shape {tuple(value.shape)} instead of "
                 f"{tuple(like[name].shape)}"
             )
-        if not value.is_floating_point() or not bool(torch.isfinite(value).all()):
+        if not value.is_floating_point():
             raise RoundError(f"{what}: {name!r} has values that are no numbers")
-    return {name: values[name].to(p.device, p.dtype) for name, p in like.items()}
+    # in the type they are used in: a large float64 is infinite as a float32
+    checked = {name: values[name].to(p.device, p.dtype) for name, p in like.items()}
+    for name, value in checked.items():
+        if not bool(torch.isfinite(value).all()):
+            raise RoundError(f"{what}: {name!r} has values that are no numbers")
+    return checked
 
 
 def open_federated_ledger(

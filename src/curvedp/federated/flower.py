@@ -93,7 +93,7 @@ def update_from_records(records: Any) -> Update:
     names = {"client": int, "round": int, "noise_std": float}
     try:
         numbers = {name: kind(facts[name]) for name, kind in names.items()}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RoundError("a number of the message is none") from error
     release = restore_release(
         _tensors(records, _VALUES),
@@ -248,7 +248,7 @@ class FlowerAsk:
             try:
                 number = int(_facts(_content(reply))["client"])
                 self._numbers[reply.metadata.src_node_id] = number
-            except (CurvedpError, KeyError, ValueError) as error:
+            except (CurvedpError, TypeError, ValueError, OverflowError) as error:
                 _log.warning("a node did not say which client it is: %s", error)
 
 
@@ -266,7 +266,7 @@ def _tensors(records: Any, name: str) -> dict[str, Tensor]:
         raise RoundError(f"the message has no {name!r}")
     try:
         return dict(record.to_torch_state_dict())
-    except (TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # numpy's reader has many ways to fail on foreign bytes
         raise RoundError(f"the arrays of {name!r} cannot be read") from error
 
 

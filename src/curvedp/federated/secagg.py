@@ -232,14 +232,11 @@ class _Attempt:
             if facts.get("client") != self._nodes[proxy.node_id]:
                 self.total = Total(reason="a node says that it is another client")
                 return None, {}
-            release = restore_release(
-                {},
-                str(facts["frame"]),
-                int(facts["round"]),
-                noise_std=float(facts["noise_std"]),
-            )
-            client, run, agreed = facts["client"], facts["run_id"], facts["agreement"]
-            senders.append(Update(int(client), str(run), str(agreed), release))
+            try:
+                senders.append(_sender(facts))
+            except (KeyError, TypeError, ValueError, OverflowError):
+                self.total = Total(reason="a client's facts cannot be read")
+                return None, {}
         # all results hold the same mean of the shares
         arrays = common.parameters_to_ndarrays(results[0][1].parameters)
         names = sorted(self._task.parameters)
@@ -249,6 +246,17 @@ class _Attempt:
         }
         self.total = Total(tuple(senders), values)
         return None, {}
+
+
+def _sender(facts: Mapping[str, Any]) -> Update:
+    release = restore_release(
+        {},
+        str(facts["frame"]),
+        int(facts["round"]),
+        noise_std=float(facts["noise_std"]),
+    )
+    client, run, agreed = facts["client"], facts["run_id"], facts["agreement"]
+    return Update(int(client), str(run), str(agreed), release)
 
 
 # -- tasks as Flower's older records ---------------------------------------------------

@@ -227,11 +227,13 @@ class Server:
                 accepted[update.client] = update
             else:
                 refused[update.client] = reason
-        if len(accepted) < self.least_clients and not self._hides_participants:
+        # a small draw is no fault: asked again, it would be the same
+        least = min(self.least_clients, len(self.participants()))
+        if len(accepted) < least and not self.hides_participants:
             reasons = "; ".join(f"client {c}: {why}" for c, why in refused.items())
             raise RoundError(
                 f"round {self.round} has {len(accepted)} usable updates, and "
-                f"{self.least_clients} are needed{': ' if reasons else ''}{reasons}",
+                f"{least} are needed{': ' if reasons else ''}{reasons}",
                 "wait for more clients and ask again: clients that have answered send "
                 "the same update, and nothing is spent twice",
             )
@@ -297,7 +299,7 @@ class Server:
         return self.shared.whitener_at(self.round, {}).frame
 
     @property
-    def _hides_participants(self) -> bool:
+    def hides_participants(self) -> bool:
         """Whether who was drawn is a secret that the guarantee rests on."""
         facts = self.shared.plan.federation
         trusted = self.shared.plan.view.observer is Observer.TRUSTED_AGGREGATE
@@ -307,8 +309,8 @@ class Server:
         """Mean of the updates, with the noise that the view's account relies on."""
         plan = self.shared.plan
         facts = plan.federation
-        divisor = float(len(accepted))
-        if self._hides_participants:
+        divisor = float(len(accepted) or 1)
+        if self.hides_participants:
             divisor = facts.client_rate * facts.clients
         missing = [i for i in range(facts.clients) if i not in accepted]
         top_up = 0.0
