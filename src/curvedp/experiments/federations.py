@@ -114,7 +114,13 @@ class FederationConfig:
             )
         values = {k: v for k, v in given.items() if v is not None}
         if "sizes" in values:
-            values["sizes"] = tuple(float(n) for n in values["sizes"])
+            try:
+                values["sizes"] = tuple(float(n) for n in values["sizes"])
+            except (TypeError, ValueError):
+                raise ConfigurationError(
+                    f"declared sizes are {values['sizes']!r}",
+                    "sizes = [6000, 6000, ...], one for each client",
+                ) from None
         return cls(**values)
 
     @classmethod
@@ -194,6 +200,10 @@ class FederationConfig:
 
     def plan(self) -> FederatedPlan:
         """The plan; sizes must be declared."""
+        if self.unit not in [unit.value for unit in Unit]:
+            raise ConfigurationError(
+                f"unknown unit {self.unit!r}", "write record or client"
+            )
         federation = Federation(
             self.declared().sizes,
             self.rounds,
