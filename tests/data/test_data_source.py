@@ -122,6 +122,30 @@ def test_one_more_example_moves_nobody_else(length):
         assert kept.tolist() == part.inputs.flatten().tolist()
 
 
+@pytest.mark.parametrize("place", [0, 40, 99])
+def test_by_content_one_example_less_moves_nobody_else_wherever_it_stood(place):
+    dataset = numbered(100)
+    kept = torch.arange(100) != place
+    fewer = ArrayDataset(dataset.inputs[kept], dataset.targets[kept])
+    whole = split_validation(dataset, 0.4, seed=3, by_content=True)
+    less = split_validation(fewer, 0.4, seed=3, by_content=True)
+    lost = 0
+    for part, smaller in zip(whole, less, strict=True):
+        stays = part.inputs[part.inputs != place].flatten()
+        assert stays.tolist() == smaller.inputs.flatten().tolist()
+        lost += len(part) - len(smaller)
+    assert lost == 1
+    assert 20 < len(whole[1]) < 60
+    other = split_validation(dataset, 0.4, seed=4, by_content=True)
+    assert other[1].inputs.flatten().tolist() != whole[1].inputs.flatten().tolist()
+    # by place it would move many
+    by_place = split_validation(dataset, 0.4, seed=3), split_validation(fewer, 0.4, 3)
+    moved = set(by_place[0][0].inputs.flatten().tolist()) ^ set(
+        by_place[1][0].inputs.flatten().tolist()
+    )
+    assert len(moved - {place}) > 5 or place == 99
+
+
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
 def test_fractions_outside_the_open_interval_are_refused(fraction):
     with pytest.raises(ConfigurationError, match="fraction is"):

@@ -7,6 +7,7 @@ range or a class list taken from private data is a release that nobody paid for.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -182,19 +184,24 @@ def check_labels(
 
 
 def split_validation(
-    dataset: ArrayDataset, fraction: float, seed: int
+    dataset: ArrayDataset, fraction: float, seed: int, *, by_content: bool = False
 ) -> tuple[ArrayDataset, ArrayDataset]:
     """Set apart about ``fraction`` of the examples, each by its own coin.
 
-    A shuffle cut at ``fraction * N`` would move many examples when one is added, so two
-    neighbouring data sets would be trained on sets that differ by more than one
-    example. Here example i goes by the i-th number of a stream: one more example at
-    the end moves nobody else. The sizes are therefore random.
+    Neighbouring data sets must be divided into parts of which one differs by one
+    example, and the other not at all. A shuffle cut at ``fraction * N`` would move many
+    examples when one is added. The sizes are therefore random.
+
+    - By place: example i goes by the i-th number of a stream. For neighbours in which
+      one example is another one, or nothing, at its place.
+    - By content: an example goes by a hash of its own bytes, wherever it stands. For
+      neighbours of which one has an example more, anywhere. Equal examples go together.
 
     Args:
         dataset: The examples to divide.
         fraction: Chance of each example to go to the validation part, in (0, 1).
         seed: Seed of the coins; the same seed gives the same split.
+        by_content: Instead of by place.
 
     Returns:
         The training part and the validation part.
@@ -207,13 +214,32 @@ def split_validation(
         raise ConfigurationError(
             f"fraction is {fraction}", "a validation fraction lies between 0 and 1"
         )
-    # numpy's legacy stream: its values are frozen by policy, and the first N of them do
-    # not depend on N (those of torch.rand do, by its vectorised path).
-    coins = torch.from_numpy(np.random.RandomState(seed).random_sample(len(dataset)))
-    held_out = coins < fraction
+    if by_content:
+        coins = _coins_of_content(dataset, seed)
+    else:
+        # numpy's legacy stream: its values are frozen by policy, and the first N of
+        # them do not depend on N (those of torch.rand do, by its vectorised path).
+        coins = np.random.RandomState(seed).random_sample(len(dataset))
+    held_out = torch.from_numpy(coins < fraction)
     if bool(held_out.all()) or not bool(held_out.any()):
         raise DataError(
             f"a validation fraction of {fraction} leaves one part empty",
             "use another fraction, or more examples",
         )
     return ArrayDataset(*dataset[~held_out]), ArrayDataset(*dataset[held_out])
+
+
+def _coins_of_content(dataset: ArrayDataset, seed: int) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) for each example, from its input and target alone."""
+    key = seed.to_bytes(16, "big", signed=True)
+    rows = [
+        x.detach().cpu().contiguous().numpy() for x in (dataset.inputs, dataset.targets)
+    ]
+    words = [
+        hashlib.blake2b(
+            inputs.tobytes() + targets.tobytes(), digest_size=8, key=key
+        ).digest()
+        for inputs, targets in zip(*rows, strict=True)
+    ]
+    drawn = np.frombuffer(b"".join(words), dtype=">u8") >> np.uint64(11)
+    return drawn.astype(np.float64) / 2.0**53

@@ -205,7 +205,12 @@ def _parts(
         split = "none" if source.test is None else "test"
         return source.train, source.test, split
     seed = RandomStreams(config.seed).torch_seed(Stream.VALIDATION) % 2**32
-    train, held_out = datasets.split_validation(source.train, config.validation, seed)
+    train, held_out = datasets.split_validation(
+        source.train,
+        config.validation,
+        seed,
+        by_content=config.privacy_settings().hides_size,
+    )
     return train, held_out, "validation"
 
 

@@ -355,6 +355,12 @@ class Curvature:
                 f"plain_step must be positive, not {self.plain_step!r}",
                 "it is learning rate times clip norm of plain DP-SGD",
             )
+        if not step_length > 0:
+            raise ConfigurationError(
+                "the learning rate is 0 when the run is attached, and the floor of "
+                "DP-NGD's curvature follows it",
+                "attach with the largest rate, and make the scheduler afterwards",
+            )
         schedule = FloorSchedule(steps, base=self.floor_base)
         return JointWhitening(
             step_length / self.plain_step,

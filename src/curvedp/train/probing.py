@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 
 from curvedp.barrier import Provenance
 from curvedp.curvature import Estimate
+from curvedp.curvature.products import evaluated
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch
 from curvedp.probes import (
     JSON,
+    BernoulliLabels,
     FeatureProbe,
+    GaussianLabels,
     ImageProbe,
     LabelRule,
     NormalColumn,
@@ -84,7 +88,8 @@ def choose_probe(
     if probe is None:
         raise ConfigurationError(
             "there is no synthetic probe for inputs of this form",
-            "pass probes=, such as curvedp.probes.TokenProbe for tokens with masks",
+            "pass probes=: TokenProbe for tokens with masks, PublicProbe(dataset) for "
+            "public data of any form (both in curvedp.probes); dp-soap needs no probe",
         )
     return probe
 
@@ -95,7 +100,7 @@ def _synthetic(x: Tensor, curvature: Curvature, model: nn.Module) -> Probe | Non
         tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
         if not tables or len(shape) != 1:
             return None
-        spec = TokenSpec(min(t.num_embeddings for t in tables))
+        spec = TokenSpec(_vocabulary(x, model, tables))
         return TokenProbe(spec, (shape[0], shape[0]), as_mapping=False)
     power = curvature.spectral_power
     if len(shape) == 3:
@@ -109,6 +114,38 @@ def _synthetic(x: Tensor, curvature: Curvature, model: nn.Module) -> Probe | Non
     return None
 
 
+def _vocabulary(x: Tensor, model: nn.Module, tables: Sequence[nn.Embedding]) -> int:
+    """Rows of the table that the inputs are looked up in; positions have their own."""
+    ids = x.to(next(model.parameters()).device)
+    reached: list[nn.Embedding] = []
+
+    def note(table: nn.Module, args: tuple[Any, ...]) -> None:
+        if (
+            args
+            and isinstance(args[0], Tensor)
+            and args[0].data_ptr() == ids.data_ptr()
+        ):
+            assert isinstance(table, nn.Embedding)
+            reached.append(table)
+
+    hooks = [table.register_forward_pre_hook(note) for table in tables]
+    try:
+        with evaluated(model), torch.no_grad():
+            model(ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sizes = {table.num_embeddings for table in reached or tables}
+    if not reached and len(sizes) > 1:
+        raise ConfigurationError(
+            "the model has embedding tables of "
+            f"{', '.join(map(str, sorted(sizes)))} rows, and which of them the inputs "
+            "are looked up in does not show",
+            "pass probes=curvedp.probes.TokenProbe(TokenSpec(vocabulary), ...)",
+        )
+    return min(sizes)
+
+
 def choose_labels(
     curvature: Curvature, given: LabelRule | None, loss: Any
 ) -> LabelRule:
@@ -116,8 +153,20 @@ def choose_labels(
     if given is not None:
         return given
     if curvature.labels == "uniform":
-        return UniformLabels()
+        return _uniform_labels(labels_for(loss))
     return OwnLabels() if curvature.labels == "own" else labels_for(loss)
+
+
+def _uniform_labels(usual: LabelRule) -> LabelRule:
+    """Labels that ignore the model, for a loss with this usual rule."""
+    if isinstance(usual, BernoulliLabels):
+        return BernoulliLabels(0.5)
+    if isinstance(usual, GaussianLabels):
+        raise ConfigurationError(
+            "uniform labels are classes, and the loss is that of a regression",
+            'set labels = "model"',
+        )
+    return UniformLabels()
 
 
 def spectral_probe(

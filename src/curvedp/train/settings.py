@@ -67,6 +67,13 @@ class PrivacySettings:
             )
         return cls(**settings)
 
+    @property
+    def hides_size(self) -> bool:
+        """Whether neighbouring data sets differ in size, which is then protected."""
+        if self.relation is not None:
+            return not Relation.parse(self.relation).size_is_public
+        return self.sample_rate is not None
+
     def sampling(self, size: int) -> SamplingPlan:
         """The declared sampling; ``size`` matters only when it is made public."""
         return SamplingPlan.declare(
