@@ -1,6 +1,7 @@
 """Audits of whole runs: the witness by its definition, any model, any recipe."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from curvedp.auditing import Canaries, audit, audit_all, audit_worst_case, plot_audits
+from curvedp.auditing.bounds import Rates
+from curvedp.auditing.evidence import Evidence, Proof
 from curvedp.auditing.witness import Witness
 from curvedp.clipping import clipped_sum
 from curvedp.errors import ConfigurationError, NotPrivateError
@@ -152,6 +155,7 @@ def test_one_run_on_a_model_of_the_users_own(score, tmp_path):
     assert stored["epsilon_lower"] == result.epsilon_lower
     assert stored["steps"] == 3
     assert "epsilon is at least" in str(result)
+    assert stored["supposes"] == "nothing"
     assert result.plot(tmp_path / "audit.png").stat().st_size > 5000
 
 
@@ -165,6 +169,29 @@ def test_runs_with_and_without_a_canary_of_the_users_own():
     assert result.runs == 24 and seen[-1] == (24, 24)
     assert result.holds
     assert result.found.fitted.rates.with_canary == 9  # a quarter chose the threshold
+    free, fitted = (Proof(e, 0.0, Rates(5, 9, 0, 9)) for e in (0.42, 1.07))
+    more = replace(result, found=Evidence(free, fitted, 0.95), method="parallel")
+    assert "with noise of any strength (without that: at least 0.42)" in str(more)
+    assert "do not depend on each other" in str(more)
+    less = replace(result, found=Evidence(fitted, free, 0.95))
+    assert less.to_json()["supposes"] == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"canaries": True}, "canaries is True"),
+        ({"canaries": 1}, "one run tells several apart"),
+        ({"method": "runs", "runs": 10}, "10 runs, half of them"),
+        ({"recipe": "noisecurve"}, "depends on the spectrum"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused_before_anything_is_trained(wrong, said):
+    with pytest.raises(ConfigurationError, match=said):
+        audit(
+            model(), "cross-entropy", examples(), on_run=lambda *_: pytest.fail("ran"),
+            **{**SMALL, **wrong},
+        )  # fmt: skip
 
 
 def test_where_the_size_is_public_the_same_mechanism_is_audited():

@@ -79,6 +79,7 @@ def test_scores_are_those_of_the_undone_correlation(frames, bands):
 def test_bounds_stay_below_the_claim_and_are_not_nothing(recipe):
     result = audit_worst_case(recipe, **QUICK)
     assert (result.claim.sample_rate, result.claim.steps) == (0.6, 5)
+    assert f"{result.steps} steps, an example in 5 draws" in str(result)
     assert 0.2 * result.claim.epsilon < result.epsilon_lower < result.claim.epsilon
 
 

@@ -36,7 +36,7 @@ from torch import nn
 
 from curvedp.auditing.bounds import CONFIDENCE, Claim
 from curvedp.auditing.canaries import Canaries, synthetic_canaries, with_canaries
-from curvedp.auditing.evidence import Evidence, judge
+from curvedp.auditing.evidence import LEAST_SCORES, Evidence, judge
 from curvedp.auditing.one_run import Guesses, guess
 from curvedp.auditing.result import AuditResult
 from curvedp.auditing.witness import Witness
@@ -115,6 +115,13 @@ def audit(
     chosen = chosen.configure(**own)
     _check(chosen, method, score, runs, confidence)
     source = TrainingData.of(dataset, collate_fn)
+    found_later = chosen.eigenvalues is not None  # a spectrum, and bands for it
+    if found_later and chosen.correlation and chosen.correlation.bands == "auto":
+        raise ConfigurationError(
+            f"how many bands {chosen.name!r} takes depends on the spectrum of each "
+            "run, and all runs of an audit have the same",
+            "give bands, as a number",
+        )
     plan = PrivacySettings.of(settings).plan(chosen, source.size)
     if plan.correlation is not None:  # as chosen for the plan, in every run
         chosen = chosen.configure(bands=plan.correlation.bands)
@@ -124,6 +131,11 @@ def audit(
         raise ConfigurationError(
             f"{len(canaries)} canaries, and the method 'runs' looks for one",
             'give one, or say method="parallel" if their scores are independent',
+        )
+    if method == "one-run" and len(canaries) < 2:
+        raise ConfigurationError(
+            f"{len(canaries)} canaries, and one run tells several apart",
+            "use at least 2; some hundreds say more",
         )
     attack = _Attack(
         model, loss, source, chosen, plan, canaries, score, unsafe_reproducible_noise,
@@ -152,7 +164,7 @@ def audit(
         bound = found.best.epsilon
     return AuditResult(
         chosen.name, method, score, claim, bound, confidence, made, len(canaries),
-        found, time.monotonic() - started,
+        found, time.monotonic() - started, plan.sampling.steps,
     )  # fmt: skip
 
 
@@ -243,6 +255,10 @@ def _canaries(
     replaced = plan.relation is Relation.REPLACE_ONE
     if wanted is None:
         wanted = 1 if method == "runs" else DEFAULT_CANARIES
+    if isinstance(wanted, bool | float | str):
+        raise ConfigurationError(
+            f"canaries is {wanted!r}", "give their number, or the canaries"
+        )
     if not isinstance(wanted, int):
         if replaced:
             raise ConfigurationError(
@@ -276,6 +292,11 @@ def _check(
     if runs is not None and not (is_whole(runs, 1) and runs <= MOST_RUNS):
         raise ConfigurationError(
             f"runs is {runs!r}", f"make at least one and at most {MOST_RUNS}"
+        )
+    if method == "runs" and runs is not None and runs < 2 * LEAST_SCORES:
+        raise ConfigurationError(
+            f"{runs} runs, half of them with the canary",
+            f"make at least {2 * LEAST_SCORES}; some hundreds say more",
         )
     if method == "one-run" and runs not in (None, 1):
         raise ConfigurationError(

@@ -26,14 +26,21 @@ from curvedp.auditing.bounds import (
 )
 from curvedp.errors import ConfigurationError
 
-__all__ = ["Evidence", "Proof", "disentangled_ratio", "judge", "likelihood_ratio"]
+__all__ = [
+    "LEAST_SCORES",
+    "Evidence",
+    "Proof",
+    "disentangled_ratio",
+    "judge",
+    "likelihood_ratio",
+]
 
 #: Share of the scores that chooses the threshold, and how many of them are tried.
 _CHOOSING, _THRESHOLDS = 0.25, 60
 #: Scores that are smoothed at most.
 _SMOOTHED = 2000
 #: Scores of each kind without which there is nothing to choose a threshold by.
-_LEAST_SCORES = 8
+LEAST_SCORES = 8
 
 Array = npt.NDArray[np.float64]
 Scores = Sequence[float] | Array
@@ -99,10 +106,10 @@ def judge(
         raise ConfigurationError(
             "a score is not a finite number", "look at the canaries and at the loss"
         )
-    if min(len(inside), len(outside)) < _LEAST_SCORES:
+    if min(len(inside), len(outside)) < LEAST_SCORES:
         raise ConfigurationError(
             f"{len(inside)} runs with the canary and {len(outside)} without it",
-            f"make at least {_LEAST_SCORES} of each; some hundreds say more",
+            f"make at least {LEAST_SCORES} of each; some hundreds say more",
         )
     each = 1 - (1 - confidence) / 2
     if threshold is not None:

@@ -28,6 +28,8 @@ class AuditResult:
         canaries: canaries in each of them.
         found: counts behind the bound.
         seconds: that the audit took.
+        steps: of a run. With groups that take turns an example is in fewer draws
+            (``claim.steps``).
     """
 
     recipe: str
@@ -40,6 +42,7 @@ class AuditResult:
     canaries: int
     found: Evidence | Guesses
     seconds: float
+    steps: int
 
     @property
     def holds(self) -> bool:
@@ -63,13 +66,32 @@ class AuditResult:
             ("claim", f"({claim.epsilon:.4g}, {claim.delta:g})-DP, {self._relation()}"),
             ("bound", f"{bound} ({100 * self.share:.0f} % of the claim)"),
             ("attack", f"{self._attack()}, {self.score}; {self._counts()}"),
+            ("supposes", self._supposes()),
             (
                 "mechanism",
-                f"{self.recipe}, {claim.steps} steps, sampling rate "
+                f"{self.recipe}, {self._steps()}, sampling rate "
                 f"{claim.sample_rate:.4g}, noise multiplier "
                 f"{claim.noise_multiplier:.4g}",
             ),
         ]
+
+    def _steps(self) -> str:
+        if self.steps == self.claim.steps:
+            return f"{self.steps} steps"
+        return f"{self.steps} steps, an example in {self.claim.steps} draws"
+
+    def _supposes(self) -> str:
+        """What the bound takes for granted."""
+        found, taken = self.found, []
+        if isinstance(found, Evidence) and found.best is found.fitted:
+            free = found.clopper_pearson.epsilon
+            taken.append(
+                "the claimed sampling and steps, with noise of any strength (without "
+                f"that: at least {free:.4g})"
+            )
+        if self.method == "parallel":
+            taken.append("scores of canaries that do not depend on each other")
+        return "; ".join(taken) or "nothing"
 
     def _verdict(self) -> str:
         if self.holds:
@@ -115,7 +137,9 @@ class AuditResult:
             "relation": claim.relation.value,
             "noise_multiplier": claim.noise_multiplier,
             "sample_rate": claim.sample_rate,
-            "steps": claim.steps,
+            "steps": self.steps,
+            "draws": claim.steps,
+            "supposes": self._supposes(),
             "runs": self.runs,
             "canaries": self.canaries,
             "seconds": round(self.seconds, 2),

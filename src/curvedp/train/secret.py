@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class _Sitting:
         joined: whether its noise continues the block of the sitting before.
     """
 
-    entropy: int
+    entropy: int = field(repr=False)
     payments: int
     joined: bool = False
 
