@@ -328,6 +328,21 @@ class TestGoingOn:
             assert start(private) is None, path
             private.close()
 
+    @pytest.mark.parametrize("saved", [True, False])
+    def test_noise_of_another_kind_of_device_is_not_gone_on_with(self, tmp_path, saved):
+        folder = tmp_path / "run"
+        private = attach(folder)
+        advance(private, 6)
+        if saved:
+            private.save()
+        advance(private, 2)
+        crash(private)
+        path = folder / "secret.json"
+        path.write_text(path.read_text().replace('"cpu"', '"cuda"'))
+        private = resumed(folder)
+        assert private.step == 8 and start(private) is None
+        private.close()
+
     def test_a_state_loaded_into_another_process_begins_a_block(self):
         private = attach()
         advance(private, 5)

@@ -211,7 +211,9 @@ def make_private(
         if start is not None:
             start.keep(model)
         independent = plan.correlation is None
-        secret = None if independent else RunSecret(folder, streams, ledger)
+        secret = (
+            None if independent else RunSecret(folder, streams, ledger, device.type)
+        )
         if physical_batch_size == AUTO:
             slots = source.slots(shown)
             physical_batch_size = fitting_rows(

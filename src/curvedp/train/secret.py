@@ -48,17 +48,20 @@ class _Sitting:
     Attributes:
         entropy: of its noise and sampling.
         payments: that the ledger had when it began.
+        device: type of the device that drew its noise: another one draws other numbers.
         joined: whether its noise continues the block of the sitting before.
     """
 
     entropy: int = field(repr=False)
     payments: int
+    device: str
     joined: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
             "entropy": f"{self.entropy:064x}",
             "payments": self.payments,
+            "device": self.device,
             "joined": self.joined,
         }
 
@@ -66,11 +69,14 @@ class _Sitting:
     def from_json(cls, data: dict[str, Any]) -> _Sitting:
         """Read back what :meth:`to_json` wrote; nothing else."""
         entropy, payments, joined = data["entropy"], data["payments"], data["joined"]
+        device = data.get("device", "")
         if not (isinstance(entropy, str) and _ENTROPY.fullmatch(entropy)):
             raise ValueError("the entropy of a sitting is not 64 digits")
         if not is_whole(payments) or not isinstance(joined, bool):
             raise ValueError("the payments of a sitting are not counted")
-        return cls(int(entropy, 16), payments, joined)
+        if not isinstance(device, str):
+            raise ValueError("the device of a sitting is not a word")
+        return cls(int(entropy, 16), payments, device, joined)
 
 
 class RunSecret:
@@ -80,6 +86,7 @@ class RunSecret:
         run_dir: the run's folder; None keeps nothing.
         streams: of this sitting; they are told what the earlier ones drew.
         ledger: open, so that the folder is ours.
+        device: type of the device that draws noise.
 
     Raises:
         CheckpointError: the file is there and cannot be read.
@@ -91,6 +98,7 @@ class RunSecret:
         run_dir: Path | None,
         streams: RandomStreams,
         ledger: Ledger | MemoryLedger,
+        device: str = "cpu",
     ) -> None:
         # reproducible noise has its entropy from a number
         kept = run_dir is not None and not streams.is_unsafe
@@ -98,7 +106,7 @@ class RunSecret:
         self._run_id = ledger.header.run_id
         self._ledger = ledger
         self._sittings = self._read()
-        own = _Sitting(streams.reveal_secret(), ledger.count())
+        own = _Sitting(streams.reveal_secret(), ledger.count(), device)
         self._sittings.append(own)
         if len(self._sittings) > 1:
             streams.continue_run(self._sittings[0].entropy, self._entropies())
@@ -118,12 +126,16 @@ class RunSecret:
     def covers(self, first: int, stop: int) -> bool:
         """Whether the noise of these steps is one block, and its entropy known.
 
-        So it is if each was paid for once, and every sitting since the first of them
-        has continued the noise of the one before.
+        So it is if each was paid for once, every sitting since the first of them has
+        continued the noise of the one before, and this one would draw it alike.
         """
         places = {p.step: k for k, p in enumerate(self._ledger.payments())}
         steps = range(first, stop)
         if any(self._ledger.next_attempt(step) != 1 for step in steps):
+            return False
+        payers = [self._payer(places[step]) for step in steps]
+        own = self._sittings[-1].device
+        if any(payer is not None and payer.device != own for payer in payers):
             return False
         apart = [s.payments for s in self._sittings[:-1] if not s.joined]
         return bool(steps) and places[first] >= max(apart, default=0)
@@ -132,10 +144,15 @@ class RunSecret:
         """By step: that of the last sitting which may have paid for it."""
         found = {}
         for place, payment in enumerate(self._ledger.payments()):
-            earlier = [s for s in self._sittings[:-1] if s.payments <= place]
-            if earlier:
-                found[payment.step] = earlier[-1].entropy
+            payer = self._payer(place)
+            if payer is not None:
+                found[payment.step] = payer.entropy
         return found
+
+    def _payer(self, place: int) -> _Sitting | None:
+        """The last of the earlier sittings that may have made a payment."""
+        earlier = [s for s in self._sittings[:-1] if s.payments <= place]
+        return earlier[-1] if earlier else None
 
     def _read(self) -> list[_Sitting]:
         if self._path is None or not self._path.exists():
