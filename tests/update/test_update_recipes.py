@@ -163,6 +163,15 @@ def test_settings_of_transforms_are_checked_by_name(settings, match):
         RECIPES["dp-adambc"].configure(**settings)
 
 
+@pytest.mark.parametrize("name", ["dp-adam", "dp-adamw"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_momentum_is_the_beta1_of_adam_and_none_is_zero(name, momentum):
+    """Not torch's own default of 0.9, which nobody asked for."""
+    recipe = RECIPES[name].configure(momentum=momentum)
+    optimiser = recipe.make_optimiser(net().parameters())
+    assert optimiser.defaults["betas"] == (momentum, 0.999)
+
+
 def test_the_trainer_takes_them():
     trainer = Trainer(
         net(), "cross-entropy", "dp-adambc", beta2=0.9, noise_multiplier=1.0,
