@@ -161,5 +161,33 @@ def test_the_printed_command_trains_the_best(private, tmp_path):
     assert {k: stored.privacy[k] for k in private.privacy} == dict(private.privacy)
 
 
+def test_the_printed_command_trains_on_the_same_views_in_the_same_precision(private):
+    import shlex
+
+    import typer
+
+    from curvedp.cli.app import app
+
+    asked = {
+        "--augment": "flips-and-crops",
+        "--views": "4",
+        "--precision": "bf16",
+        "--norm-precision": "float32",
+    }
+    config = replace(
+        private,
+        augment="flips-and-crops",
+        views=4,
+        precision="bf16",
+        norm_precision="float32",
+    )
+    words = shlex.split(train_command(config, {}))
+    assert {flag: words[words.index(flag) + 1] for flag in asked} == asked
+    train = typer.main.get_command(app).commands["train"]
+    assert asked.keys() <= {flag for p in train.params for flag in p.opts}
+    plain = shlex.split(train_command(private, {}))
+    assert not asked.keys() & set(plain)
+
+
 def test_default_storage_is_in_the_folder(tmp_path):
     assert default_storage(tmp_path) == f"sqlite:///{tmp_path}/study.db"

@@ -120,6 +120,34 @@ def test_what_has_no_effect_beside_what_is_fixed_is_not_searched(base, probe):
     assert {"learning_rate", "damping"} <= found.keys()
 
 
+@pytest.mark.parametrize("law", [None, "geometric"])
+def test_an_oracle_is_not_searched(private, law):
+    """Its trials have no guarantee, and the sweep would speak for them too."""
+    kfc = replace(private, recipe="dp-kfc", recipe_settings={})
+    with pytest.raises(ConfigurationError, match="an oracle is searched"):
+        SweepConfig.make(kfc, {"probe": Choice(("synthetic", "oracle"))}, law=law)
+    honest = {"probe": Choice(("synthetic", "public"))}
+    assert "probe" in SweepConfig.make(kfc, honest, law=law).search
+    fixed = replace(kfc, recipe_settings={"probe": "oracle"})
+    if law is None:  # a sweep of its own, which promises nothing
+        assert not SweepConfig.make(fixed).base.private
+    else:
+        with pytest.raises(ConfigurationError, match="nothing to count"):
+            SweepConfig.make(fixed, law=law)
+
+
+def test_a_search_is_judged_beside_what_is_fixed(base):
+    """A share for the curvature means something beside private probes alone."""
+    asked = {"curvature_share": Range(0.05, 0.5)}
+    kfc = replace(base, recipe="dp-kfc", recipe_settings={})
+    with pytest.raises(ConfigurationError, match="curvature_share"):
+        SweepConfig.make(kfc, asked)
+    measured = replace(kfc, recipe_settings={"probe": "private", "refresh": 5})
+    assert SweepConfig.make(measured, asked).search.keys() >= asked.keys()
+    with pytest.raises(ConfigurationError, match="curvature_share"):
+        SweepConfig.make(measured, {"curvature_share": Range(0.05, 1.5)})
+
+
 # -- the test part ---------------------------------------------------------------------
 
 
