@@ -193,3 +193,16 @@ def test_the_test_file_is_no_validation_data(config, tmp_path):
     )
     with pytest.raises(ConfigurationError, match="is the test file"):
         make(config)
+
+
+def test_what_costs_differently_from_trial_to_trial_is_not_counted(private):
+    banded = replace(private, recipe="dp-bandmf", recipe_settings={"bands": 2})
+    rates = {"learning_rate": Range(0.1, 1.0)}
+    assert "bands" not in SweepConfig.make(banded, rates, law="geometric").search
+    chosen = replace(banded, recipe_settings={})
+    for search in (rates, {"bands": Choice((2, 4))}):
+        with pytest.raises(ConfigurationError, match="bands cost differently"):
+            SweepConfig.make(chosen, search, law="geometric")
+    replaced = replace(private, privacy={**private.privacy, "relation": "replace-one"})
+    with pytest.raises(ConfigurationError, match="the relation is replace-one"):
+        SweepConfig.make(replaced, law="geometric")

@@ -226,9 +226,14 @@ def group_rate(sampling: SamplingPlan, bands: int) -> float:
     else:
         rate = sampling.expected_batch_size / max(1, sampling.public_size // bands)
     if rate > 1:
+        drawn = (
+            f"a sampling rate of {sampling.sample_rate:g}"
+            if sampling.public_size is None
+            else f"a batch of {sampling.expected_batch_size:g}"
+        )
         raise ConfigurationError(
-            f"{bands} bands need {bands} groups of examples, and a batch of "
-            f"{sampling.expected_batch_size:g} is more than a group has",
+            f"{bands} bands need {bands} groups of examples, and {drawn} is more than "
+            "a group has",
             f"use up to {largest_bands(sampling)} bands, or smaller batches",
         )
     return rate

@@ -66,7 +66,7 @@ class Recipe:
         optimiser: "sgd", "adam" or "adamw", used by the Trainer and the command line (a
             hand-written loop brings its own).
         learning_rate: of the optimiser.
-        momentum: of sgd; beta1 of adam and adamw.
+        momentum: of sgd; beta1 of adam and adamw, mostly 0.9 there.
         weight_decay: of the optimiser.
         clipping: "flat", "normalised" or "per-layer".
         clip_norm: C.

@@ -233,6 +233,21 @@ class SweepConfig:
                 "no guarantee (a reference, an oracle, or reproducible noise)",
                 "leave out --count-tuning, or choose a private recipe",
             )
+        if base.privacy.get("relation") == "replace-one":
+            raise ConfigurationError(
+                "tuning is counted for add-remove and zero-out, and the relation is "
+                "replace-one",
+                "use --relation zero-out",
+            )
+        correlation = base.configured_recipe().correlation
+        if correlation is not None and (
+            "bands" in self.search or correlation.bands == "auto"
+        ):
+            raise ConfigurationError(
+                "trials with different numbers of bands cost differently, and tuning "
+                "is counted by what one trial costs",
+                "fix them: --set bands=4",
+            )
         if base.privacy.get("accountant") not in (None, "rdp"):
             raise ConfigurationError(
                 f"the accountant is {base.privacy['accountant']!r}, and only RDP "
