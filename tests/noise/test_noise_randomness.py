@@ -115,3 +115,14 @@ def test_normals_have_the_shape_and_are_float32():
         drawn = streams.normals(torch.Size(shape), generator)
         assert drawn.shape == shape
         assert drawn.dtype == torch.float32
+
+
+def test_noise_is_given_again_with_the_entropy_that_drew_it():
+    """An earlier sitting paid for step 3 as well, and we have made it again."""
+    earlier, streams = RandomStreams(0), RandomStreams(0)
+    like = [torch.zeros(50)]
+    lost = earlier.standard_normals(like, 2, 0)[0].clone()
+    streams.continue_run(0, dict.fromkeys([2, 3], earlier.reveal_secret()))
+    own = streams.standard_normals(like, 3, 1)[0].clone()
+    assert torch.equal(streams.standard_normals(like, 3, 1, again=True)[0], own)
+    assert torch.equal(streams.standard_normals(like, 2, 0, again=True)[0], lost)
