@@ -269,6 +269,15 @@ def test_sure_guesses_prove_more_than_many():
     assert found.epsilon > 1.0 > one_run_epsilon(1000, 1000, 530, 1e-6)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_scores_that_are_no_numbers_prove_nothing(value):
+    """They sort to one end, and would all be called "in" or all "out"."""
+    scores, coins = np.arange(40.0), np.arange(40) % 2 == 0
+    scores[7] = value
+    with pytest.raises(ConfigurationError, match="not a finite number"):
+        guess(scores, coins, 1e-6)
+
+
 @pytest.mark.parametrize("numbers", [(10, 12, 5), (10, 5, 7), (10, 5, -1)])
 def test_impossible_counts_are_refused(numbers):
     with pytest.raises(ConfigurationError):
