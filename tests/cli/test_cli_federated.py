@@ -24,6 +24,22 @@ def test_views_by_who_sees_what(call):
     assert "each-client" in call("federated", "views", "--epsilon", "1").stdout
 
 
+def test_views_keep_what_the_file_says_of_the_others(call, tmp_path):
+    """Who sees each client needs no dropouts; the others lose their noise by them."""
+    (tmp_path / "federation.toml").write_text(
+        'clients = 20\nrounds = 70\nepsilon = 1.0\nrelation = "replace-one"\n'
+        'view = "secure-aggregate"\ndropouts = 3\ncolluding = 1\n'
+    )
+    ask = ("federated", "views", "federation.toml", "--json")
+    each, secure, trusted = json.loads(call(*ask).stdout)["views"]
+    assert [row["colluding"] for row in (each, secure, trusted)] == [0, 1, 1]
+    assert each["noise s"] == pytest.approx(279.18, rel=0.001)
+    assert secure["noise s"] == pytest.approx(62.43 * (20 / 16) ** 0.5, rel=0.001)
+    assert trusted["noise s"] == pytest.approx(62.43 * (20 / 19) ** 0.5, rel=0.001)
+    _, secure, _ = json.loads(call(*ask, "--colluding", "0").stdout)["views"]
+    assert secure["colluding"] == 0  # said here, it counts
+
+
 def test_simulation(call):
     pytest.importorskip("flwr")
     done = call(*SMALL, "--recipe", "dp-fedsofim", "--json", "--plot", "rounds.png")
@@ -72,6 +88,21 @@ def test_a_config_file_with_an_unknown_setting_is_refused(call, tmp_path):
     assert "'round'" in done.stderr
     done = call("federated", "simulate", "nowhere.toml", code=2)
     assert "cannot be read" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('unit = "person"', "unknown unit 'person'"),
+        ("sizes = 400", "declared sizes are 400"),
+        ('sizes = ["many"]', "declared sizes are ['many']"),
+        ("sizes = [[400]]", "declared sizes are [[400]]"),
+    ],
+)
+def test_a_config_file_with_an_unreadable_value_is_refused(call, tmp_path, line, words):
+    (tmp_path / "federation.toml").write_text(f"epsilon = 1.0\n{line}\n")
+    done = call("federated", "views", "federation.toml", code=2)
+    assert words in done.stderr.replace("\n", " ")
 
 
 def test_keys_are_made_once_and_fit_together(call, tmp_path):

@@ -4,8 +4,11 @@ What must hold in all of them: a round goes on or is refused with a reason, and 
 releases or pays twice.
 """
 
+import math
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from curvedp.errors import (
     LedgerError,
     RoundError,
 )
+from curvedp.federated.flower import FlowerAsk, update_from_records
 from curvedp.federated.rounds import asking, run_rounds
+from curvedp.federated.secagg import _Attempt
 from curvedp.noise import restore_release
 
 from .worlds import World
@@ -69,6 +74,10 @@ FAULTS = {
         lambda u: with_value(u, "0.bias", u.release.values["0.bias"] / 0.0),
         "no numbers",
     ),
+    "beyond float32": (
+        lambda u: with_value(u, "0.bias", torch.full((3,), 1e300, dtype=torch.float64)),
+        "no numbers",
+    ),
     "wrong shape": (lambda u: with_value(u, "0.bias", torch.zeros(4)), "shape"),
     "broadcasts": (lambda u: with_value(u, "0.bias", torch.zeros(1)), "shape"),
     "missing": (
@@ -102,6 +111,76 @@ def test_a_wrong_update_is_left_out_with_a_reason(world, name):
     start = world.clients[0].shared.copies()["0.bias"]
     rate = world.recipe.learning_rate
     torch.testing.assert_close(world.parameters()["0.bias"], start - rate * mean)
+
+
+# -- messages that cannot be read: a refusal, which leaves the others in their round ---
+
+FACTS = {
+    "client": 1, "run_id": "r", "agreement": "a", "frame": "identity", "round": 0,
+    "noise_std": 1.0,
+}  # fmt: skip
+
+
+class Broken:
+    """Arrays that fail as numpy's reader does on bytes that are none of its own."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def to_torch_state_dict(self):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("facts", "error", "words"),
+    [
+        ({"client": math.inf}, None, "a number of the message is none"),
+        ({"round": math.inf}, None, "a number of the message is none"),
+        ({"round": math.nan}, None, "a number of the message is none"),
+        ({"noise_std": [1.0]}, None, "a number of the message is none"),
+        ({}, EOFError("No data left in file"), "cannot be read"),
+        ({}, SyntaxError("a header that is no literal"), "cannot be read"),
+    ],
+)
+def test_a_broken_message_is_a_refusal(facts, error, words):
+    records = SimpleNamespace(
+        config_records={"facts": {**FACTS, **facts}},
+        array_records={"values": Broken(error)},
+    )
+    with pytest.raises(RoundError, match=words):
+        update_from_records(records)
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan, "one", [1]])
+def test_a_node_without_a_number_does_not_stop_the_others(number, monkeypatch):
+    def reply(node, facts):
+        content = SimpleNamespace(config_records={"facts": facts})
+        metadata = SimpleNamespace(src_node_id=node)
+        return SimpleNamespace(
+            metadata=metadata, content=content, has_error=lambda: False
+        )
+
+    replies = [reply(7, {"client": number}), reply(8, {}), reply(9, {"client": 2})]
+    grid = SimpleNamespace(
+        get_node_ids=lambda: [7, 8, 9], send_and_receive=lambda *_, **__: replies
+    )
+    monkeypatch.setattr("curvedp.federated.flower.flwr_part", lambda _: MagicMock())
+    assert FlowerAsk(grid, wait_for=1, patience=0).nodes() == {9: 2}
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"round": math.inf}, {"round": None}, {"noise_std": "much"}, {"noise_std": None}],
+)
+def test_unreadable_facts_lose_a_sum_and_not_the_server(facts, monkeypatch):
+    monkeypatch.setattr("curvedp.federated.secagg.flwr_part", lambda _: MagicMock())
+    attempt = _Attempt(SimpleNamespace(parameters={}), {7: 1})
+    sent = SimpleNamespace(metrics={**FACTS, **facts}, parameters=None)
+    missing = SimpleNamespace(metrics={"client": 1}, parameters=None)
+    for result in (sent, missing):
+        attempt.total = None
+        attempt.aggregate_fit(1, [(SimpleNamespace(node_id=7), result)], [])
+        assert attempt.total.reason == "a client's facts cannot be read"
 
 
 def test_a_client_that_sends_twice_counts_once(world):

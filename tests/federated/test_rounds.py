@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from curvedp.barrier import Relation
-from curvedp.errors import ConfigurationError
+from curvedp.errors import ConfigurationError, RoundError
+from curvedp.experiments.federations import serve
 from curvedp.federated import Unit
 from curvedp.federated.rounds import asking, run_rounds
 from curvedp.recipes import FEDERATED_RECIPES, get_recipe
@@ -261,6 +262,43 @@ def test_nobody_drawn_is_a_round_of_noise():
     report = world.server.close_round([])
     assert report.accepted == ()
     assert not torch.equal(before["0.weight"], world.parameters()["0.weight"])
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_nobody_drawn_moves_nothing_where_the_draw_is_seen(tmp_path, least):
+    """Drawn once for a round: to wait for more clients would be to wait for ever."""
+    world = World((20,) * 3, noise=3.0, rounds=2, client_rate=1e-6,
+                  folder=tmp_path, server={"least_clients": least})  # fmt: skip
+    before = {n: v.clone() for n, v in world.parameters().items()}
+    run_rounds(world.server, asking(world.clients))
+    assert world.server.round == 2
+    assert all(torch.equal(before[n], v) for n, v in world.parameters().items())
+    world.server.close()
+
+
+def test_a_small_draw_still_needs_everybody_who_was_drawn():
+    world = World((20,) * 12, rounds=1, client_rate=0.3, server={"least_clients": 12})
+    task = world.server.open_round()
+    drawn = world.server.participants()
+    assert 1 < len(drawn) < 12
+    updates = asking(world.clients)(task, drawn)
+    with pytest.raises(RoundError, match=f"{len(drawn)} are needed"):
+        world.server.close_round(updates[1:])
+    assert world.server.close_round(updates).accepted == tuple(drawn)
+
+
+@pytest.mark.parametrize("unit", list(Unit))
+def test_the_number_of_clients_is_not_told_where_the_draw_is_secret(unit):
+    secret = unit is Unit.CLIENT
+    world = World(
+        (20,) * 6, noise=3.0, rounds=2, unit=unit, client_rate=0.5, delta=1e-3,
+        view="trusted-aggregate" if secret else "each-client",
+        client={"records_per_round": 32} if secret else {},
+    )  # fmt: skip
+    told = []
+    made = serve(world.server, asking(world.clients), None, on_round=told.append)
+    assert made.rows == told and len(told) == 2
+    assert all(("clients" in row) != secret for row in told)
 
 
 def test_where_the_draw_is_secret_the_divisor_is_the_expected_number():
