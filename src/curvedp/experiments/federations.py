@@ -283,7 +283,8 @@ class FederationResult:
     """What came of a run.
 
     Attributes:
-        rows: for every round its number (from 1), the number of clients in it, and the
+        rows: for every round its number (from 1), the number of clients in it (unless
+            who was drawn is a secret that the guarantee rests on), and the
             metrics on held-out records.
         statement: epsilon with all that it means.
         epsilon: of the rounds that were made.
