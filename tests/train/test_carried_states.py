@@ -110,9 +110,22 @@ def test_a_run_that_has_paid_does_not_take_in_another(recipe):
     first, second = attach(recipe=recipe), attach(recipe=recipe)
     advance(first, 2)
     advance(second, 2)
-    with pytest.raises(LedgerError, match="belongs to another run"):
+    with pytest.raises(LedgerError, match="did not begin with"):
         second.load_state_dict(first.state_dict())
     assert second._engine.ledger.count() == 2
+
+
+def test_runs_that_have_gone_on_apart_are_not_put_together():
+    first, second = attach(recipe="dp-sgd"), attach(recipe="dp-sgd")
+    advance(first, 2)
+    begun = copy.deepcopy(first.state_dict())
+    second.load_state_dict(begun)
+    advance(first, 2)
+    advance(second, 2)
+    with pytest.raises(LedgerError, match="did not begin with"):
+        second.load_state_dict(first.state_dict())
+    second.load_state_dict(begun)  # a rewind to where it began gives nothing back
+    assert second.step == 2 and second._engine.ledger.count() == 4
 
 
 # -- releases that a rewind has made stale ---------------------------------------------

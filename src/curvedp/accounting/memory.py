@@ -28,7 +28,7 @@ class MemoryLedger(LedgerRecord):
     def __init__(self, header: LedgerHeader) -> None:
         super().__init__(Path("(memory)"), header)
         self._entries: list[Payment | Note] = []
-        self._past = {header.run_id}  # this run, and those that it went on with
+        self._taken: dict[str, int] = {}  # payments taken over, by the run they are of
 
     def pay(self, step: int, attempt: int, event: Event) -> Payment:
         """Record that ``event`` is about to happen."""
@@ -57,7 +57,8 @@ class MemoryLedger(LedgerRecord):
         """Take over the payments of a stored ledger that this one does not have yet.
 
         A rewind never gives money back: where this ledger has paid more than the
-        stored one of the same run, what it has paid stays.
+        stored one of the same run, what it has paid stays. Runs that have gone on apart
+        are not put together: equal steps of both would be counted once.
         """
         stored, _ = parse_ledger(Path("(stored state)"), text.encode())
         same = ("relation", "delta", "planned_steps", "facts")
@@ -66,13 +67,18 @@ class MemoryLedger(LedgerRecord):
                 "the stored ledger belongs to a run with other settings",
                 "restore it into a run that was made with the same settings",
             )
-        if self.count() and stored.header.run_id not in self._past:
+        origin, paid = stored.header.run_id, stored.count()
+        known = (
+            self.count() if origin == self.header.run_id else self._taken.get(origin, 0)
+        )
+        if self.count() and paid > known:
             raise LedgerError(
-                "the stored ledger belongs to another run, and this one has paid for "
-                "steps of its own: one of the two would be forgotten",
+                "the stored ledger has payments that this run did not begin with, and "
+                "this run has paid for steps of its own: one of the two would be "
+                "forgotten",
                 "restore it into a run that was just attached",
             )
-        self._past.add(stored.header.run_id)
+        self._taken[origin] = max(paid, known)
         for payment in stored.payments():
             if payment.attempt >= self.next_attempt(payment.step):
                 self.pay(payment.step, payment.attempt, payment.event)
