@@ -123,6 +123,8 @@ def test_a_storage_that_cannot_be_opened(base, tmp_path, url):
 def test_passwords_are_hidden():
     assert hidden("mysql://me:hush@host/db") == "mysql://me:***@host/db"
     assert hidden("sqlite:///a.db") == "sqlite:///a.db"
+    url = "postgresql://host/db?user=me&password=hush&ssl=1"
+    assert hidden(url) == "postgresql://host/db?user=me&password=***&ssl=1"
 
 
 def test_a_study_of_somebody_else_is_not_touched(base, tmp_path, monkeypatch):

@@ -57,12 +57,23 @@ def test_uniform_labels_fit_the_loss():
         choose_labels(uniform, None, "mse")
 
 
-def test_a_floor_that_follows_a_learning_rate_of_zero_is_refused():
-    model = nn.Linear(3, 2)
+def attach(recipe, rate, **settings):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     data = TensorDataset(torch.randn(20, 3), torch.randint(0, 2, (20,)))
+    return make_private(
+        model, torch.optim.SGD(model.parameters(), lr=rate), data, recipe=recipe,
+        loss="cross-entropy", noise_multiplier=1.0, sample_rate=0.5, steps=2,
+        expected_batch_size=10, delta=1e-3, **settings,
+    )  # fmt: skip
+
+
+def test_a_floor_that_follows_a_learning_rate_of_zero_is_refused():
     with pytest.raises(ConfigurationError, match="learning rate is 0"):
-        make_private(
-            model, torch.optim.SGD(model.parameters(), lr=0.0), data, recipe="dp-ngd",
-            loss="cross-entropy", noise_multiplier=1.0, sample_rate=0.5, steps=2,
-            expected_batch_size=10, delta=1e-3,
-        )  # fmt: skip
+        attach("dp-ngd", 0.0)
+    attach("dp-kfc", 0.0)  # has no such floor
+
+
+def test_a_layer_that_is_left_out_must_exist():
+    attach("dp-kfc", 0.1, leave_out="0, 1.bias")
+    with pytest.raises(ConfigurationError, match="'fc', and no trained layer"):
+        attach("dp-kfc", 0.1, leave_out="0, fc")

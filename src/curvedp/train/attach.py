@@ -167,7 +167,7 @@ def make_private(
         synthetic = synthesiser_like(template, model)
     coverage = cover(model, synthetic, checked_loss)
     check_optimizer(model, optimizer)
-    curvature = chosen.curvature
+    curvature = _checked(chosen.curvature, coverage)
     whiteners: WhitenerSource = FixedWhitener()
     if curvature is not None and curvature.from_releases:
         plan, whiteners = _learning(model, coverage, curvature, plan, optimizer)
@@ -275,6 +275,19 @@ def _chosen_recipe(recipe: Recipe | str, settings: dict[str, Any]) -> Recipe:
     known = ["mode", *chosen.setting_names()]
     names = [name for name in known if name not in _OF_THE_OPTIMISER]
     return chosen.configure(**{name: settings.pop(name, None) for name in names})
+
+
+def _checked(curvature: Curvature | None, coverage: Coverage) -> Curvature | None:
+    """Whose layers that stay unwhitened are layers of the model."""
+    names = {n for p in coverage.parameters for n in (p, p.rpartition(".")[0])}
+    for name in () if curvature is None else curvature.left_out:
+        if name not in names:
+            raise ConfigurationError(
+                f"leave_out names {name!r}, and no trained layer or parameter is "
+                "called so",
+                f"they are: {', '.join(sorted(names - {''}))}",
+            )
+    return curvature
 
 
 def _learning(

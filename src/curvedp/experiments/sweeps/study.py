@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import shutil
 import socket
 import time
@@ -85,7 +86,8 @@ def default_storage(folder: Path) -> str:
 
 
 def hidden(url: str) -> str:
-    """A storage URL without its password."""
+    """A storage URL without its passwords, in the login or in the query."""
+    url = re.sub(r"(?i)([?&][^=&#]*(?:password|passwd|pwd)=)[^&#]*", r"\1***", url)
     head, mark, rest = url.partition("://")
     login, at, host = rest.rpartition("@")
     user, colon, _ = login.partition(":")
