@@ -3,6 +3,7 @@ import json
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -310,3 +311,25 @@ def test_an_infinite_epsilon_and_a_diverged_run_are_stored_as_words(config, tmp_
     again = resume_run(tmp_path / "run")
     assert again.facts["epsilon"] == float("inf")
     assert again.metrics["loss"] != 0.0
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_where_the_size_is_protected_one_example_less_moves_nobody_else(
+    config, blobs, tmp_path, hidden
+):
+    """Of the parts that are set apart; where the size is public, places stay."""
+    arrays = dict(np.load(blobs))
+    fewer = tmp_path / "fewer.npz"
+    np.savez(fewer, **{k: v[1:] if "train" in k else v for k, v in arrays.items()})
+    if hidden:
+        rate = {"sample_rate": 0.3, "steps": 12, "expected_batch_size": 20.0}
+        privacy = {"noise_multiplier": 2.0, "delta": 1e-3, **rate}
+        config = replace(config, privacy=privacy)
+    parts = []
+    for data in (blobs, fewer):
+        run = build_run(replace(config, data=str(data), validation=0.3))
+        parts.append(
+            [{tuple(x.tolist()) for x in p.inputs} for p in (run.train, run.held_out)]
+        )
+    moved = sum(len(whole ^ less) for whole, less in zip(*parts, strict=True))
+    assert moved == 1 if hidden else moved > 1

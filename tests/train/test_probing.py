@@ -53,6 +53,7 @@ def test_uniform_labels_fit_the_loss():
     uniform = Curvature(labels="uniform")
     assert choose_labels(uniform, None, "cross-entropy") == UniformLabels()
     assert choose_labels(uniform, None, "bce") == BernoulliLabels(0.5)
+    assert choose_labels(uniform, None, lambda output, y: output) == UniformLabels()
     with pytest.raises(ConfigurationError, match="regression"):
         choose_labels(uniform, None, "mse")
 

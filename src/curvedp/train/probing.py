@@ -153,12 +153,16 @@ def choose_labels(
     if given is not None:
         return given
     if curvature.labels == "uniform":
-        return _uniform_labels(labels_for(loss))
+        return _uniform_labels(loss)
     return OwnLabels() if curvature.labels == "own" else labels_for(loss)
 
 
-def _uniform_labels(usual: LabelRule) -> LabelRule:
-    """Labels that ignore the model, for a loss with this usual rule."""
+def _uniform_labels(loss: Any) -> LabelRule:
+    """Labels that ignore the model, of the kind that the loss takes."""
+    try:
+        usual = labels_for(loss)
+    except ConfigurationError:  # one of the user's own: classes, as was asked for
+        return UniformLabels()
     if isinstance(usual, BernoulliLabels):
         return BernoulliLabels(0.5)
     if isinstance(usual, GaussianLabels):

@@ -133,9 +133,10 @@ class RunSecret:
         steps = range(first, stop)
         if any(self._ledger.next_attempt(step) != 1 for step in steps):
             return False
-        payers = [self._payer(places[step]) for step in steps]
-        own = self._sittings[-1].device
-        if any(payer is not None and payer.device != own for payer in payers):
+        own = self._sittings[-1]
+        before = [p for p in map(places.__getitem__, steps) if p < own.payments]
+        payers = [self._payer(place) for place in before]
+        if any(payer is not None and payer.device != own.device for payer in payers):
             return False
         apart = [s.payments for s in self._sittings[:-1] if not s.joined]
         return bool(steps) and places[first] >= max(apart, default=0)
