@@ -346,3 +346,21 @@ def test_a_grid_has_every_combination_once(modules):
         rates = sorted({own["learning_rate"] for own in found})
         edges = arms.inside(table, name, {**found[0], "learning_rate": rates[0]})
         assert not any(edges.values())
+
+
+def test_trials_that_are_one_run_are_run_once(modules):
+    accuracy, table = modules["accuracy"], "cifar10 correlated epsilon 2"
+    jobs = {accuracy.key(job) for job in accuracy.tuning_jobs([table], {})}
+    assert len(jobs) == 5 * 16 - 2 * 4  # one band, two arms of noisecurve
+    done = {key: {"accuracy": 0.1} for key in jobs}
+    (best,) = [
+        accuracy.key(job)
+        for job in accuracy.tuning_jobs([table], {}, ["dp-bandmf"])
+        if job["settings"]["bands"] == 1 and job["settings"]["learning_rate"] == 4.0
+    ]
+    done[best]["accuracy"] = 0.2
+    chosen = accuracy.choose(done)[table]
+    for arm in ("dp-bandmf", "noisecurve synthetic", "noisecurve public"):
+        assert chosen[arm]["settings"]["bands"] == 1
+        assert chosen[arm]["inside"] == {"learning_rate": True}
+    assert chosen["dp-kfc+noisecurve"]["settings"]["recipe"] == "dp-kfc+noisecurve"

@@ -41,6 +41,7 @@ sys.path.insert(0, str(HERE))
 
 import ablation  # noqa: E402
 from arms import TABLES, inside, trials  # noqa: E402
+from correlated import same_run  # noqa: E402
 
 TUNING_SEED, MORE_SEEDS = 100, (101, 102)
 
@@ -65,10 +66,11 @@ def tuning_jobs(tables, done, arms=None):
 
 
 def _arm_jobs(table, arm, done):
+    runs = [same_run(arm, settings) for settings in trials(table, arm)]
     own = [
-        {"table": table, "arm": arm, "phase": "tune", "seed": TUNING_SEED,
+        {"table": table, "arm": run, "phase": "tune", "seed": TUNING_SEED,
          "settings": settings}
-        for settings in trials(table, arm)
+        for run, settings in runs
     ]  # fmt: skip
     scores = {key(j): done[key(j)]["accuracy"] for j in own if key(j) in done}
     if len(scores) < len({key(j) for j in own}):

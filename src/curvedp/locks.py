@@ -20,7 +20,7 @@ except ImportError:  # not on Windows, where there is no lock
 else:
     fcntl = _fcntl_module
 
-__all__ = ["LOCK_NAME", "sole_writer", "try_lock"]
+__all__ = ["LOCK_NAME", "in_turn", "sole_writer", "try_lock"]
 
 #: There while a process writes into the folder; one that is killed leaves it behind,
 #: and it then locks nothing.
@@ -107,3 +107,25 @@ def _is_named(descriptor: int, file: Path) -> bool:
     except FileNotFoundError:
         return False
     return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+
+
+@contextmanager
+def in_turn(file: Path) -> Iterator[None]:
+    """Wait until no other process is in here with the same file.
+
+    For work that is done once and found by the others: where there are no locks, or the
+    file cannot be made, it is done several times.
+    """
+    descriptor = None
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                file.unlink()
+            os.close(descriptor)

@@ -25,6 +25,7 @@ from curvedp.errors import StorageError
 __all__ = [
     "LONGEST_JSON",
     "as_storage_error",
+    "cache_folder",
     "clear_leftovers",
     "json_text",
     "make_folder",
@@ -150,6 +151,12 @@ def clear_leftovers(folder: Path, pattern: str = "*") -> None:
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
+
+
+def cache_folder(name: str) -> Path:
+    """``$XDG_CACHE_HOME/curvedp/NAME``; by default in ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "curvedp" / name
 
 
 def make_folder(folder: Path) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from curvedp.noise.design import Design, cache_folder
+from curvedp.noise.design import Design, designs_folder
 from curvedp.noise.strategies import PrefixSums
 
 
@@ -92,7 +92,7 @@ class TestCache:
         from curvedp.noise import design
 
         first = self.DESIGN.strategy()
-        path = self.DESIGN.path(cache_folder())
+        path = self.DESIGN.path(designs_folder())
         assert path.exists() and path.is_relative_to(own_cache)
         design._strategy.cache_clear()
         monkeypatch.setattr(Design, "find", lambda _: pytest.fail("found again"))
@@ -106,7 +106,7 @@ class TestCache:
 
         design._strategy.cache_clear()
         first = self.DESIGN.strategy()
-        path = self.DESIGN.path(cache_folder())
+        path = self.DESIGN.path(designs_folder())
         if damage == "cut":
             path.write_bytes(path.read_bytes()[:100])
         elif damage == "long columns":  # would let an example do more

@@ -12,7 +12,7 @@ import pytest
 
 from curvedp.accounting import PoissonGaussianEvent
 from curvedp.errors import CheckpointError, ConfigurationError, LedgerError
-from curvedp.noise.design import Design, _strategy, cache_folder
+from curvedp.noise.design import Design, _strategy, designs_folder
 from curvedp.noise.strategies import PrefixSums
 from curvedp.plan import Correlation, SamplingPlan
 from curvedp.plan.correlation import best_bands
@@ -33,7 +33,7 @@ def cache(tmp_path_factory, monkeypatch):
     """A good design may be cached, also where a question about it is refused."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     _strategy.cache_clear()
-    yield cache_folder()
+    yield designs_folder()
     _strategy.cache_clear()
 
 

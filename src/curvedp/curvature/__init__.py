@@ -14,6 +14,7 @@ from curvedp.curvature.factors import (
     names_of,
     spectral,
 )
+from curvedp.curvature.kept_spectra import fingerprint, remembered
 from curvedp.curvature.moment import SecondMoment, Spectrum
 from curvedp.curvature.products import curvature_product, in_frame, probe_batches
 from curvedp.curvature.schedule import Refresh
@@ -46,6 +47,7 @@ __all__ = [
     "factors_from_state",
     "factors_of",
     "factors_state",
+    "fingerprint",
     "fit_tail",
     "fit_tail_to_sum",
     "in_frame",
@@ -53,6 +55,7 @@ __all__ = [
     "names_of",
     "probe_batches",
     "probe_pass",
+    "remembered",
     "spectral",
     "top_eigenvalues",
 ]

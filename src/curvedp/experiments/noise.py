@@ -23,7 +23,7 @@ from curvedp.accounting import (
 )
 from curvedp.barrier import Relation
 from curvedp.errors import ConfigurationError, missing_extra
-from curvedp.noise.design import LARGEST_DENSE, Design, cache_folder, error_of
+from curvedp.noise.design import LARGEST_DENSE, Design, designs_folder, error_of
 from curvedp.noise.strategies import Participation, Strategy, Workload
 from curvedp.noise.strategies.workloads import Floats
 from curvedp.plan import Correlation, SamplingPlan
@@ -170,7 +170,7 @@ def design_noise(question: DesignQuestion) -> DesignReport:
     if isinstance(bands, str):
         bands = _best(question)
     design = Design.of(question.kind, question.steps, bands, question.workload)
-    cached = design.path(cache_folder()).exists()
+    cached = design.path(designs_folder()).exists()
     strategy = design.strategy()
     seconds = time.monotonic() - started
     error, plain = (

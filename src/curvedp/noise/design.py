@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,9 +35,9 @@ from curvedp.noise.strategies import (
 )
 from curvedp.noise.strategies.banded import inverse_series
 from curvedp.noise.strategies.optimise import quadratic_form
-from curvedp.storage import write_atomically
+from curvedp.storage import cache_folder, write_atomically
 
-__all__ = ["LARGEST_DENSE", "STRATEGIES", "Design", "cache_folder", "error_of"]
+__all__ = ["LARGEST_DENSE", "STRATEGIES", "Design", "designs_folder", "error_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class Design:
 
     def strategy(self) -> Strategy:
         """The strategy, remembered, from the cache, or found now."""
-        return _strategy(self, cache_folder())
+        return _strategy(self, designs_folder())
 
     def path(self, folder: Path) -> Path:
         """Where it is cached."""
@@ -120,10 +119,9 @@ class Design:
         return optimise_banded(workload, self.steps, self.bands, block=block)
 
 
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/curvedp/strategies``; by default in ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "curvedp" / "strategies"
+def designs_folder() -> Path:
+    """Where strategies are cached."""
+    return cache_folder("strategies")
 
 
 @lru_cache(maxsize=32)

@@ -3,16 +3,19 @@ r"""Before the first private step: what correlated noise is designed for.
 The spectrum is that of the loss on probes, at the initial (or pretrained) parameters,
 in the frame in which the first steps are made. It depends on public values alone, and
 is found once: the ledger's header holds what came out, and a run that is resumed takes
-it from there, whatever parameters its model has by then.
+it from there, whatever parameters its model has by then. Other runs that start from
+the same parameters find it in a cache (:mod:`curvedp.curvature.kept_spectra`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from curvedp.accounting import read_ledger
 from curvedp.barrier import Provenance
@@ -21,9 +24,11 @@ from curvedp.curvature import (
     Estimate,
     curvature_product,
     curvature_spectrum,
+    fingerprint,
     in_frame,
     probe_batches,
     probe_pass,
+    remembered,
 )
 from curvedp.errors import CurvedpError
 from curvedp.layers import Coverage, PerExampleLoss
@@ -91,15 +96,23 @@ def find_design(
     framed = not isinstance(whitener, IdentityWhitener)
     if framed:
         product = in_frame(product, whitener.apply, whitener.adjoint, parameters)
-    spectrum = curvature_spectrum(
-        product,
-        sum(p.numel() for p in parameters.values()),
-        _together(how.probe.provenance, whiteners.provenance if framed else None),
-        top=settings.spectrum_top,
-        tail=settings.spectrum_tail,
-        seed=seed % 2**32,
-        device=device,
+    size = sum(p.numel() for p in parameters.values())
+    provenance = _together(
+        how.probe.provenance, whiteners.provenance if framed else None
     )
+    find = partial(
+        curvature_spectrum, product, size, provenance,
+        top=settings.spectrum_top, tail=settings.spectrum_tail, seed=seed % 2**32,
+        device=device,
+    )  # fmt: skip
+    facts = [settings.facts(), list(parameters), str(model), whitener.frame, str(seed)]
+    tensors = [
+        x
+        for x in tree_leaves((model.state_dict(), batches))
+        if isinstance(x, torch.Tensor)
+    ]
+    name = fingerprint(facts, tensors)
+    spectrum = remembered(find, product, size, provenance, name, device=device)
     weight = _clip_weight(model, coverage, how, loss, whitener, rule, seed)
     rate = _rounded(learning_rate * weight)
     values, counts = spectrum.grouped()
