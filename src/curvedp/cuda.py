@@ -16,6 +16,9 @@ T = TypeVar("T")
 
 #: Where graphs are recorded, by device. Libraries keep a workspace for every stream.
 _streams: dict[torch.device, Any] = {}
+#: Bytes that the allocator holds and nobody uses, from which on they are returned
+#: before a recording.
+UNUSED = 2**30
 
 
 def own_values(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -64,6 +67,7 @@ def record(
     with torch.cuda.stream(stream):
         work()
         torch.cuda.synchronize(device)
+        _give_back(device)
         # other threads (a loader's, say) may go on using the device meanwhile
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
@@ -84,6 +88,13 @@ def record(
         return results
 
     return replay
+
+
+def _give_back(device: torch.device) -> None:
+    """Return what the run before has left: a recording has memory of its own."""
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if held >= UNUSED:
+        torch.cuda.empty_cache()
 
 
 def _stream(device: torch.device) -> Any:

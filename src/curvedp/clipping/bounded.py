@@ -166,9 +166,9 @@ def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:
     return parts
 
 
-def own_copy(part: ClippedSum, step: int) -> ClippedSum:
-    """The same sum, as of a step, in memory of its own.
+def own_copy(part: ClippedSum, step: int, frame: str) -> ClippedSum:
+    """The same sum, as of a step and a whitener, in memory of its own.
 
     For a part that lies where the next one will be computed.
     """
-    return ClippedSum(own_values(part.values), part.bound, part.frame, step)
+    return ClippedSum(own_values(part.values), part.bound, frame, step)

@@ -8,7 +8,8 @@ graph is recorded again whenever something that it took for granted is another:
 
 - shapes, dtypes and constants of the batch; train or eval mode of any module;
 - where parameters and buffers lie in memory;
-- the clip rule and the whitener (at every refresh).
+- the clip rule; the whitener, unless only its numbers are others (at a refresh): those
+  are copied to where the recorded ones stood.
 
 Payment, noise, journal and optimiser are outside: their order on the disk is what the
 guarantee rests on (:mod:`curvedp.train.releasing`). The noise has a graph of its own
@@ -41,7 +42,7 @@ from curvedp.train.compiled import CompiledPass
 from curvedp.train.guard import each_module
 from curvedp.train.passes import RecordedPass
 from curvedp.update import mapped_back
-from curvedp.whitening import Whitener
+from curvedp.whitening import Whitener, own_map, refill
 
 __all__ = ["HOPED_BYTES", "Capture", "CudaCapture", "GraphedPass", "GraphedReadOut"]
 
@@ -111,7 +112,8 @@ class GraphedPass:
         self._expected = expected
         self._capture = capture or CudaCapture()
         self._graphs: dict[Hashable, tuple[list[Any], Pass]] = {}
-        self._whitener: Whitener | None = None
+        self._map = _PlacedMap()
+        self._recorded_map: Whitener | None = None
         self._hopes = coverage.activation_bytes * recorded.rows >= hoped_bytes
         self.loss: Tensor | None = None
 
@@ -133,25 +135,27 @@ class GraphedPass:
         """
         leaves, spec = tree_flatten((inputs, targets, present, point))
         key = (_signature(leaves), str(spec), _state(self._model), rule)
+        device = next(self._model.parameters()).device
+        own = self._map.holding(whitener, device)
         for careful in (False, True) if self._hopes else (True,):
-            work = partial(self._pass, rule=rule, whitener=whitener, careful=careful)
-            replay = self._replay_of((key, careful), leaves, spec, whitener, work)
+            work = partial(self._pass, rule=rule, whitener=own, careful=careful)
+            replay = self._replay_of((key, careful), leaves, spec, own, work)
             part, loss, finite = replay()
             if careful or bool(finite):
                 break
         self.loss = loss.clone()
-        return own_copy(part, step)
+        return own_copy(part, step, whitener.frame)
 
     def _replay_of(
         self,
         key: Hashable,
         leaves: list[Any],
         spec: TreeSpec,
-        whitener: Whitener,
+        own: Whitener,
         work: Callable[..., tuple[ClippedSum, Tensor, Tensor]],
     ) -> Pass:
         """A graph of the work, and the batch copied to where it reads."""
-        stale = whitener is not self._whitener
+        stale = own is not self._recorded_map
         if stale or key not in self._graphs:
             device = next(self._model.parameters()).device
             places = [
@@ -162,7 +166,7 @@ class GraphedPass:
             # after it was recorded: its memory is theirs
             if stale or len(self._graphs) == MOST_GRAPHS:
                 self._graphs.clear()
-            self._graphs[key], self._whitener = new, whitener
+            self._graphs[key], self._recorded_map = new, own
         places, replay = self._graphs[key]
         for place, leaf in zip(places, leaves, strict=True):
             if isinstance(place, Tensor):
@@ -231,6 +235,23 @@ def _state(model: nn.Module) -> Hashable:
     return tuple(found)
 
 
+class _PlacedMap:
+    """A whitener whose numbers are replaced where they lie, as long as they fit."""
+
+    def __init__(self) -> None:
+        self._own: Whitener | None = None
+        self._last: Whitener | None = None
+
+    def holding(self, whitener: Whitener, device: torch.device) -> Whitener:
+        """The map with these numbers; another object where they do not fit."""
+        if whitener is self._last and self._own is not None:
+            return self._own
+        if self._own is None or not refill(self._own, whitener, device):
+            self._own = own_map(whitener)
+        self._last = whitener
+        return self._own
+
+
 class GraphedReadOut:
     """:func:`curvedp.update.mapped_back`, recorded for the present whitener.
 
@@ -241,7 +262,8 @@ class GraphedReadOut:
     def __init__(self, capture: Capture | None = None) -> None:
         self._capture = capture or CudaCapture()
         self._key: Hashable = None
-        self._whitener: Whitener | None = None
+        self._map = _PlacedMap()
+        self._recorded_map: Whitener | None = None
         self._places: dict[str, Tensor] = {}
         self._replay: Callable[[], Mapping[str, Tensor]] = dict
 
@@ -250,12 +272,13 @@ class GraphedReadOut:
     ) -> dict[str, Tensor]:
         """Values in the parameters' own coordinates, in memory of their own."""
         key = (tuple(values), _signature(list(values.values())), back_map)
-        if whitener is not self._whitener or key != self._key:
+        device = next(iter(values.values())).device
+        own = self._map.holding(whitener, device)
+        if own is not self._recorded_map or key != self._key:
             self._places = own_values(values)
-            work = partial(mapped_back, self._places, whitener, back_map)
-            device = next(iter(values.values())).device
+            work = partial(mapped_back, self._places, own, back_map)
             self._replay = self._capture(work, device)
-            self._key, self._whitener = key, whitener
+            self._key, self._recorded_map = key, own
         fill(self._places, values)
         return own_values(self._replay())
 

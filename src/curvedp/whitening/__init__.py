@@ -13,6 +13,7 @@ from curvedp.whitening.identity import IdentityWhitener
 from curvedp.whitening.joint import FloorSchedule, JointMap, matched_floor
 from curvedp.whitening.layerwise import LayerwiseWhitener
 from curvedp.whitening.maps import IdentityMap, KroneckerMap, LayerMap
+from curvedp.whitening.places import own_map, refill
 from curvedp.whitening.subspace import (
     SubspaceMap,
     SubspaceWhitener,
@@ -41,5 +42,7 @@ __all__ = [
     "damped_root",
     "diagonal_whitening",
     "matched_floor",
+    "own_map",
     "parts_of",
+    "refill",
 ]

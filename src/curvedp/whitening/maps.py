@@ -203,7 +203,7 @@ class KroneckerMap(DenseMap):
         return None if fits else wide
 
     @property
-    def _largest(self) -> float:
+    def _largest(self) -> Tensor | float:
         """Of the map without its scale."""
         return self.left.largest * self.right.largest
 

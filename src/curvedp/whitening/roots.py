@@ -17,6 +17,7 @@ ProductRoot     ``(R_channel (x) R_spatial)``, bias apart           n (c + s)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -58,12 +59,12 @@ class Root(Protocol):
         """
 
     @property
-    def largest(self) -> float:
+    def largest(self) -> Tensor | float:
         """Largest eigenvalue: how much a rounding error can grow."""
 
     @property
     def condition(self) -> float:
-        """Largest over smallest eigenvalue."""
+        """Largest over smallest eigenvalue, at most twice the truth."""
 
     def tensors(self) -> dict[str, Any]:
         """All that it consists of, for its id and for checkpoints."""
@@ -131,12 +132,12 @@ class FullRoot:
         return (self.vectors / self.values.unsqueeze(-2)) @ self.vectors.mT
 
     @cached_property
-    def largest(self) -> float:
-        return float(self.values.max())
+    def largest(self) -> Tensor:
+        return self.values.max()
 
     @cached_property
     def condition(self) -> float:
-        return float(self.values.max() / self.values.min())
+        return _power_above(self.values.max() / self.values.min())
 
     def tensors(self) -> dict[str, Any]:
         return {"vectors": self.vectors, "values": self.values}
@@ -202,14 +203,14 @@ class LowRankRoot:
         return self.vectors @ v, w
 
     @cached_property
-    def largest(self) -> float:
-        return float(torch.maximum(self.values.max(), self.tail.max()))
+    def largest(self) -> Tensor:
+        return torch.maximum(self.values.max(), self.tail.max())
 
     @cached_property
     def condition(self) -> float:
         low = torch.minimum(self.values.min(), self.tail.min())
         high = torch.maximum(self.values.max(), self.tail.max())
-        return float(high / low)
+        return _power_above(high / low)
 
     def tensors(self) -> dict[str, Any]:
         return {"vectors": self.vectors, "values": self.values, "tail": self.tail}
@@ -235,12 +236,12 @@ class DiagonalRoot:
         return 1 / squares if inverse else squares
 
     @cached_property
-    def largest(self) -> float:
-        return float(self.values.max())
+    def largest(self) -> Tensor:
+        return self.values.max()
 
     @cached_property
     def condition(self) -> float:
-        return float(self.values.max() / self.values.min())
+        return _power_above(self.values.max() / self.values.min())
 
     def tensors(self) -> dict[str, Any]:
         return {"values": self.values}
@@ -302,16 +303,19 @@ class ProductRoot:
         return torch.cat([whole, x[..., -1:] * value[:, None, None]], -1)
 
     @cached_property
-    def largest(self) -> float:
+    def largest(self) -> Tensor | float:
         product = self.channel.largest * self.spatial.largest
-        return product if self.bias is None else max(product, float(self.bias.max()))
+        if self.bias is None:
+            return product
+        own = self.bias.max()
+        return torch.maximum(own, torch.as_tensor(product).to(own))
 
     @cached_property
     def condition(self) -> float:
         product = self.channel.condition * self.spatial.condition
         if self.bias is None:
             return product
-        return product * float(torch.maximum(self.bias, 1 / self.bias).max())
+        return product * _power_above(torch.maximum(self.bias, 1 / self.bias).max())
 
     def tensors(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -320,6 +324,15 @@ class ProductRoot:
             "places": self.places,
         }
         return found if self.bias is None else found | {"bias": self.bias}
+
+
+def _power_above(x: Tensor) -> float:
+    """The next power of two: a bound that stays the same while a map changes little."""
+    value = float(x)
+    mantissa, exponent = math.frexp(value)
+    if mantissa == 0.5 or not math.isfinite(value) or exponent > 1023:
+        return value
+    return math.ldexp(1.0, exponent)
 
 
 def rows_by(x: Tensor, m: Tensor) -> Tensor:
