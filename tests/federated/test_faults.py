@@ -21,6 +21,7 @@ from curvedp.errors import (
     LedgerError,
     RoundError,
 )
+from curvedp.federated import Unit
 from curvedp.federated.flower import FlowerAsk, update_from_records
 from curvedp.federated.rounds import asking, run_rounds
 from curvedp.federated.secagg import _Attempt
@@ -341,16 +342,34 @@ def test_a_client_that_dies_and_comes_back_pays_for_its_rounds_alone(world):
     assert world.server.ledger.epsilon() <= world.plan.epsilon() * (1 + 1e-12)
 
 
-def test_a_client_that_is_drawn_pays_for_the_rounds_without_it_too():
-    world = World((30, 50, 20), noise=4.0, rounds=6, client_rate=0.5)
+@pytest.mark.parametrize("unit", list(Unit))
+def test_where_a_draw_is_in_the_price_the_first_answer_pays_for_the_run(tmp_path, unit):
+    """Not drawn is a part of the event: rounds that it was in are not all it costs."""
+    whole = unit is Unit.CLIENT
+    world = World((30, 50, 20), noise=4.0, rounds=6, client_rate=0.5, unit=unit,
+                  view="trusted-aggregate", folder=tmp_path,
+                  client={"records_per_round": 64} if whole else {})  # fmt: skip
     task = world.server.open_round()
+    planned = pytest.approx(world.plan.epsilon())
     world.clients[0].answer(replace(task, round=1))
+    assert world.clients[0].ledger.epsilon() == planned
+    world.clients[0].close()
+    world.clients[0] = world.client(0)
     world.clients[0].answer(replace(task, round=4))
-    assert world.clients[0].ledger.paid_steps() == (0, 1, 2, 3, 4)
-    spent = world.clients[0].ledger.epsilon()
-    assert spent == pytest.approx(world.plan.epsilon(5))
+    assert world.clients[0].ledger.paid_steps() == (1, 4)
+    assert read_ledger(tmp_path / "client-0/ledger.jsonl").epsilon() == planned
     with pytest.raises(RoundError):  # it was not asked for round 2 then
         world.clients[0].answer(replace(task, round=2))
+
+
+def test_where_the_server_is_the_adversary_rounds_without_a_client_cost_it_nothing():
+    world = World((30, 50, 20), noise=4.0, rounds=6, client_rate=0.5)
+    task = world.server.open_round()
+    for number in (1, 4):
+        world.clients[0].answer(replace(task, round=number))
+    always = World((30, 50, 20), noise=4.0, rounds=2)
+    spent = world.clients[0].ledger.epsilon()
+    assert spent == pytest.approx(always.plan.epsilon())
 
 
 def test_the_command_line_says_who_the_epsilon_is_against(world, tmp_path):

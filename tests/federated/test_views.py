@@ -161,17 +161,38 @@ def test_records_drawn_in_secret_amplify_in_every_view():
     assert noise_for(twenty(record_rate=0.1), EACH) < 0.2 * noise_for(twenty(), EACH)
 
 
-@pytest.mark.parametrize("view", [EACH, SECURE, TRUSTED])
-def test_drawing_clients_does_not_amplify_for_a_record(view):
-    event = twenty(client_rate=0.2).round_event(View.of(view), 20.0)
+@pytest.mark.parametrize("view", [EACH, SECURE])
+@pytest.mark.parametrize("unit", list(Unit))
+def test_a_draw_of_the_adversary_counts_for_nothing(view, unit):
+    """The server draws: it may take the same client every time, and it knows whom."""
+    facts = {"relation": Relation.ZERO_OUT, "unit": unit}
+    drawn, asked = twenty(client_rate=0.2, **facts), twenty(**facts)
+    event = drawn.round_event(View.of(view), 20.0)
+    assert event == asked.round_event(View.of(view), 20.0)
+    assert isinstance(event, GaussianEvent)
+    assert noise_for(drawn, view) == noise_for(asked, view)
+
+
+def test_what_the_server_could_learn_is_not_lowered_by_its_own_draw():
+    plan = FederatedPlan.make(
+        twenty(client_rate=0.2), TRUSTED, bound=1.0, delta=1e-5, noise_multiplier=20.0
+    )
+    whole = FederatedPlan.make(
+        twenty(), TRUSTED, bound=1.0, delta=1e-5, noise_multiplier=20.0
+    )
+    looks = "if the server looks"
+    assert dict(plan.statement())[looks] == dict(whole.statement())[looks]
+
+
+def test_an_honest_draw_of_clients_does_not_amplify_for_a_record():
+    event = twenty(client_rate=0.2).round_event(View.of(TRUSTED), 20.0)
     assert isinstance(event, SeenGaussianEvent)
     # never less than what a record in exactly the mean number of rounds costs
     plan = FederatedPlan.make(
-        twenty(client_rate=0.2), view, bound=1.0, delta=1e-5, noise_multiplier=20.0
+        twenty(client_rate=0.2), TRUSTED, bound=1.0, delta=1e-5, noise_multiplier=20.0
     )
-    fixed = twenty(rounds=14)
     certain = FederatedPlan.make(
-        fixed, view, bound=1.0, delta=1e-5, noise_multiplier=20.0
+        twenty(rounds=14), TRUSTED, bound=1.0, delta=1e-5, noise_multiplier=20.0
     )
     assert certain.epsilon() < plan.epsilon() < 2 * certain.epsilon()
 
@@ -197,7 +218,7 @@ def test_drawing_clients_amplifies_for_clients_of_a_trusted_aggregator_alone():
     federation = twenty(sizes=(100.0,) * 100, **facts)
     trusted = federation.round_event(View.of(TRUSTED), 20.0)
     assert trusted == PoissonGaussianEvent(20.0, 0.1)
-    assert isinstance(federation.round_event(View.of(SECURE), 20.0), SeenGaussianEvent)
+    assert federation.round_event(View.of(SECURE), 20.0) == GaussianEvent(20.0)
 
 
 def test_a_client_as_the_unit_has_the_same_weight_whatever_its_size():

@@ -20,6 +20,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from curvedp.accounting import repeated
 from curvedp.barrier import ClippedSum, Release
 from curvedp.clipping import clipped_sum
 from curvedp.errors import BudgetError, ConfigurationError, RoundError
@@ -234,15 +235,18 @@ class Client:
         return release
 
     def _pay(self, round_number: int) -> None:
-        """Pay for a round; where clients are drawn, for those without it as well.
+        """Pay for a round; where a draw of clients is in the price, for the whole run.
 
-        The event of a draw is that of a round in which the client might have been. Paid
-        for only when it was, it would cost less than the truth.
+        There a round costs what it does because the client might not have been in it.
+        To pay for the rounds that it was in would be too little, and which ones those
+        are is the draw. So the first answer pays for all of them, and later ones are
+        entered at no cost.
         """
-        drawn = self.shared.plan.federation.client_rate < 1
-        for number in range(0 if drawn else round_number, round_number + 1):
-            if self.ledger.next_attempt(number) == 0:
-                self.ledger.pay(number, 0, self._event)
+        plan, event = self.shared.plan, self._event
+        if plan.federation.counts_the_draw(plan.view):
+            first = self.ledger.count() == 0
+            event = repeated(event, plan.federation.rounds if first else 0)
+        self.ledger.pay(round_number, 0, event)
 
     def _sum(self, task: Task) -> ClippedSum:
         """The clipped sum at the task's parameters. Private."""

@@ -21,11 +21,13 @@ weights. With equal sizes ``mu = kappa sqrt(n / (n - c)) / s``.
 A share that is missing is made up for by a trusted aggregator, and by nobody in a
 secure aggregate: there a round with more drop-outs than declared is refused.
 
-Who was drawn is no secret of the server's. So drawing *clients* amplifies only where
-the client is the unit and the aggregator is trusted. A record whose client is drawn is
-in a round or not, visibly: it costs what the rounds it was in cost, and no less. (With
-its client go all the client's other records, which tells whether the client was drawn.)
-Records that a client draws in secret amplify in every view.
+Clients are drawn by the server. Where it is the adversary the draw counts for nothing:
+it knows who takes part, and could draw the same client in every round. There each round
+costs the plain Gaussian price, and a plan is for all of them. The draw counts where the
+aggregator is trusted to make it honestly. It amplifies if the client is the unit. A
+record whose client is drawn is in a round or not, visibly (with its client go all the
+client's other records): it costs what the rounds it was in cost, and no less. Records
+that a client draws itself, in secret, amplify in every view.
 """
 
 from __future__ import annotations
@@ -149,7 +151,8 @@ class Federation:
         rounds: T.
         unit: what one epsilon protects: a record, or a client with all its records.
         relation: when two datasets count as neighbours.
-        client_rate: probability that a client is drawn for a round.
+        client_rate: probability that a client is drawn for a round. It spares messages;
+            privacy by it there is with a trusted aggregator alone.
         record_rate: probability that a client draws a record, in secret.
     """
 
@@ -217,12 +220,19 @@ class Federation:
         if self.record_rate < 1:
             # that clients are drawn too is not counted: no less private for it
             return PoissonGaussianEvent(noise, self.record_rate)
-        if self.client_rate == 1:
+        if not self.counts_the_draw(view):
             return GaussianEvent(noise)
-        secret = view.observer is Observer.TRUSTED_AGGREGATE
-        if secret and self.unit is Unit.CLIENT:
+        if self.unit is Unit.CLIENT:
             return PoissonGaussianEvent(noise, self.client_rate)
         return SeenGaussianEvent(noise, self.client_rate)
+
+    def counts_the_draw(self, view: View) -> bool:
+        """Whether the price of a round rests on an honest draw of clients.
+
+        Never against the server, who makes the draw and knows it.
+        """
+        trusted = view.observer is Observer.TRUSTED_AGGREGATE
+        return trusted and self.client_rate < 1 and self.record_rate == 1
 
     def check(self, view: View) -> None:
         """Refuse a view under which nothing would be hidden, or the unit cannot be."""
