@@ -295,6 +295,69 @@ def test_a_server_whose_ledger_was_cut_is_refused(world, tmp_path):
         world.make_server()
 
 
+TRUSTED = {"noise": 4.0, "rounds": 3, "view": "trusted-aggregate", "hidden": 4}
+
+
+def lose_newest(folder):
+    shutil.rmtree(max((folder / "checkpoints").glob("step-*")))
+
+
+@pytest.mark.parametrize("view", ["each-client", "trusted-aggregate"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_mean_is_made_once_whatever_becomes_of_the_checkpoint(tmp_path, view, begun):
+    """Two means of one round, with other noise or of other clients, tell too much."""
+    world = World((30, 50, 20), folder=tmp_path, client=SAFE, server=SAFE,
+                  **{**TRUSTED, "view": view})  # fmt: skip
+    run_rounds(world.server, asking({0: world.clients[0], 1: world.clients[1]}),
+               rounds=2)  # fmt: skip
+    if begun:
+        world.server.open_round()
+    made, spent = world.parameters(), world.server.ledger.count()
+    world.server.close()
+    lose_newest(tmp_path / "server")
+    world.server = world.make_server()
+    assert world.server.round == 2
+    for name, value in world.parameters().items():
+        assert torch.equal(value, made[name])
+    assert world.server.ledger.count() == spent
+    run_on(world, None)
+    assert world.server.ledger.count() == 3
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_round_whose_mean_is_lost_moves_nothing(tmp_path, rounds):
+    world = World((30, 50, 20), folder=tmp_path, client=SAFE, server=SAFE, **TRUSTED)
+    run_on(world, rounds - 1)
+    before = world.parameters()
+    run_on(world, 1)
+    world.server.close()
+    lose_newest(tmp_path / "server")
+    shutil.rmtree(tmp_path / "server" / "journal")
+    world.server = world.make_server()
+    assert world.server.round == rounds  # and never again
+    for name, value in world.parameters().items():
+        assert torch.equal(value, before[name])
+    assert "not made again" in world.server.ledger.notes()[-1]
+    run_on(world, None)
+    assert world.server.ledger.count() == 3
+
+
+def test_a_server_that_was_killed_before_it_moved_moves_by_the_stored_mean(
+    tmp_path, monkeypatch
+):
+    world = World((30, 50, 20), folder=tmp_path, client=SAFE, server=SAFE, **TRUSTED)
+    kept = []
+    monkeypatch.setattr(world.server, "_move", lambda mean: kept.append(mean) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_on(world, 1)
+    world.server.close()
+    world.server = world.make_server()
+    assert world.server.round == 1
+    rate, start = world.recipe.learning_rate, world.shared().copies()["0.bias"]
+    moved = start - rate * kept[0].values["0.bias"]
+    torch.testing.assert_close(world.parameters()["0.bias"], moved)
+
+
 def test_a_server_without_checkpoints_is_refused(world, tmp_path):
     run_on(world, 2)
     world.server.close()

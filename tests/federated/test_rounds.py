@@ -249,6 +249,11 @@ def test_drawn_clients_are_drawn_once_for_a_round(tmp_path):
     world.server.close()
     again = world.make_server()
     assert again.participants() == drawn
+    world.server = again
+    run_rounds(again, asking(world.clients), rounds=1)
+    assert not (tmp_path / "server" / "drawn.json").exists()  # a closed round's secret
+    run_rounds(again, asking(world.clients))
+    assert not (tmp_path / "server" / "drawn.json").exists()
     again.close()
 
 

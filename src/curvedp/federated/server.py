@@ -7,6 +7,11 @@ back from the whitened frame, the recipe's transforms, the optimiser. It keeps O
 round goes on with the same round: it asks the same question again, and clients who had
 answered send the same release again (:mod:`curvedp.federated.client`). So nothing is
 spent twice, and the ledger is never below the truth.
+
+**A round is closed once.** Its mean is stored before it is used
+(:mod:`curvedp.federated.folder`), and a trusted aggregator, who adds noise of its own,
+first writes into the ledger that the round is closed: by the payment for the next one.
+A round that was closed is repeated from what is stored, or moves nothing.
 """
 
 from __future__ import annotations
@@ -22,22 +27,20 @@ from torch import Tensor
 
 from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.barrier import Release
-from curvedp.errors import BudgetError, CheckpointError, ConfigurationError, RoundError
+from curvedp.errors import BudgetError, ConfigurationError, RoundError
 from curvedp.federated.common import Shared, checked_parameters, open_federated_ledger
+from curvedp.federated.folder import ServerFolder
 from curvedp.federated.messages import Task, Update
 from curvedp.federated.secure import SumGrid, Total
 from curvedp.federated.views import Observer, Unit
 from curvedp.noise import RandomStreams, mean_release, restore_release
-from curvedp.storage import read_json, write_atomically, write_json
-from curvedp.train.checkpoint import (
-    Checkpoint,
-    checkpoint_folders,
-    load_checkpoint,
-    save_checkpoint,
-)
+from curvedp.train.checkpoint import Checkpoint
 from curvedp.update import BackMap, apply_release
 
 __all__ = ["RoundReport", "Server"]
+
+#: In the ledger of a trusted aggregator, where no later payment says it.
+_ALL_CLOSED = "all planned rounds are closed"
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,11 @@ class Server:
         self._state = self._chain.init(shared.parameters)
         curvature = recipe.curvature
         self._back = BackMap("none" if curvature is None else curvature.read_out)
-        self._folder = None if run_dir is None else Path(run_dir)
+        folder = None if run_dir is None else Path(run_dir)
         self.ledger: Ledger | MemoryLedger = open_federated_ledger(
-            self._folder, shared, {"role": "server"}, unsafe=self._streams.is_unsafe
+            folder, shared, {"role": "server"}, unsafe=self._streams.is_unsafe
         )
+        self._files = ServerFolder(folder, self.ledger)
         try:
             self._resume()
         except BaseException:
@@ -145,8 +149,7 @@ class Server:
                 f"all {rounds} planned rounds are made",
                 "plan a new run with more rounds (more noise in each)",
             )
-        if self.ledger.next_attempt(self.round) == 0:
-            self.ledger.pay(self.round, 0, self.shared.plan.round_event())
+        self._pay(self.round)
         made_of: dict[str, Tensor] = {}
         if self.shared.clients_whiten:
             self.shared.whiteners.at(self.round)  # made now, if it is due now
@@ -170,16 +173,12 @@ class Server:
         everybody = list(range(facts.clients))
         if facts.client_rate == 1:
             return everybody
-        path = None if self._folder is None else self._folder / "drawn.json"
-        if path is not None and path.exists():
-            stored = read_json(path)
-            if stored["round"] == self.round:
-                return [int(i) for i in stored["clients"]]
+        stored = self._files.drawn(self.round)
+        if stored is not None:
+            return stored
         sampler = self._streams.sampler(facts.client_rate, lambda step: [step])
         drawn = sorted(sampler.draw(self.round, facts.clients).tolist())
-        if path is not None:
-            content = {"round": self.round, "clients": drawn}
-            write_atomically(path, lambda target: write_json(target, content))
+        self._files.keep_drawn(self.round, drawn)
         return drawn
 
     def reason_against(self, update: Update) -> str | None:
@@ -266,8 +265,7 @@ class Server:
                     reason = error.problem
         if values is None or reason:
             lost = {i: reason or "lost" for i in senders} | refused
-            self.round += 1
-            self._save()
+            self._end_round()
             return RoundReport(self.round - 1, (), lost)
         mean, std = self._sums.mean(values, senders, self.shared.parameters)
         self._apply(restore_release(mean, self._frame(), self.round, noise_std=std))
@@ -302,8 +300,8 @@ class Server:
     def hides_participants(self) -> bool:
         """Whether who was drawn is a secret that the guarantee rests on."""
         facts = self.shared.plan.federation
-        trusted = self.shared.plan.view.observer is Observer.TRUSTED_AGGREGATE
-        return trusted and facts.unit is Unit.CLIENT and facts.client_rate < 1
+        drawn = facts.unit is Unit.CLIENT and facts.client_rate < 1
+        return self._is_trusted and drawn
 
     def _mean(self, accepted: dict[int, Update]) -> Release:
         """Mean of the updates, with the noise that the view's account relies on."""
@@ -314,7 +312,7 @@ class Server:
             divisor = facts.client_rate * facts.clients
         missing = [i for i in range(facts.clients) if i not in accepted]
         top_up = 0.0
-        if plan.view.observer is Observer.TRUSTED_AGGREGATE and missing:
+        if self._is_trusted and missing:
             top_up = math.hypot(*(self._share_std(i) for i in missing))
         releases = [accepted[i].release for i in sorted(accepted)]
         if not releases:  # nobody was drawn: noise alone, and it counts
@@ -331,7 +329,30 @@ class Server:
         zeros = {n: torch.zeros_like(p) for n, p in self.shared.parameters.items()}
         return restore_release(zeros, self._frame(), self.round, noise_std=0.0)
 
+    @property
+    def _is_trusted(self) -> bool:
+        return self.shared.plan.view.observer is Observer.TRUSTED_AGGREGATE
+
     def _apply(self, mean: Release) -> None:
+        """Move the parameters by the mean of a round, which is stored before."""
+        if self._is_trusted:
+            self._say_closed()
+        self._files.keep(mean)
+        self._move(mean)
+        self._end_round()
+
+    def _say_closed(self) -> None:
+        """Let the ledger say that this round is closed, before its mean is stored."""
+        if self.rounds_left > 1:
+            self._pay(self.round + 1)
+        elif _ALL_CLOSED not in self.ledger.notes():
+            self.ledger.note(_ALL_CLOSED)
+
+    def _pay(self, round_number: int) -> None:
+        if self.ledger.next_attempt(round_number) == 0:
+            self.ledger.pay(round_number, 0, self.shared.plan.round_event())
+
+    def _move(self, mean: Release) -> None:
         whitener = self.shared.whiteners.at(self.round)
         self._state, _ = apply_release(
             mean,
@@ -343,8 +364,11 @@ class Server:
             state=self._state,
             back=lambda gradient: self._back(gradient, whitener),
         )
+
+    def _end_round(self) -> None:
         self.round += 1
         self._save()
+        self._files.forget_drawn()
 
     # -- files ------------------------------------------------------------------------
 
@@ -352,8 +376,6 @@ class Server:
         return {"agreement": self.shared.agreement, "recipe": self.shared.recipe.name}
 
     def _save(self) -> None:
-        if self._folder is None:
-            return
         checkpoint = Checkpoint(
             step=self.round,
             run_id=self.run_id,
@@ -366,33 +388,35 @@ class Server:
             },
             ledger=self.ledger.head(),
         )
-        save_checkpoint(self._folder / "checkpoints", checkpoint)
+        self._files.save(checkpoint)
 
     def _resume(self) -> None:
-        """Go on where the folder's last checkpoint ends."""
-        if self._folder is None:
-            return
-        folders = checkpoint_folders(self._folder / "checkpoints")
-        if not folders:
-            if self.ledger.count() > 1:
-                raise CheckpointError(
-                    f"{self._folder} has paid for {self.ledger.count()} rounds and has "
-                    "no checkpoint",
-                    "restore the checkpoints; the rounds cannot be made again",
-                )
+        """Go on where the folder's last checkpoint and the stored means end."""
+        stored = self._files.newest(self._facts())
+        if stored is None:
             self._save()  # the parameters of round 0, for a restart within it
             return
-        stored = load_checkpoint(folders[-1])
-        if stored.facts != self._facts() or stored.run_id != self.run_id:
-            raise CheckpointError(
-                f"{folders[-1]} belongs to another run",
-                "give this run a folder of its own",
-            )
         self.shared.model.load_state_dict(stored.model)
         self._state = stored.state["chain"]
         self._optimizer.load_state_dict(stored.state["optimizer"])
         self.shared.whiteners.load(stored.state["whiteners"])
         self.round = stored.step
+        for mean in self._files.kept(self.round):
+            self._move(mean)
+            self.round += 1
+        if self.round < self._closed():
+            self._files.give_up(self.round, self._closed())
+            self.round = self._closed()
+        if self.round > stored.step:
+            self._save()
+        if not self.rounds_left:
+            self._files.forget_drawn()
+
+    def _closed(self) -> int:
+        """Rounds that are closed, by the ledger."""
+        if _ALL_CLOSED in self.ledger.notes():
+            return self.shared.plan.federation.rounds
+        return max(self.ledger.paid_steps(), default=0)
 
     def close(self) -> None:
         """Release the ledger's lock."""
