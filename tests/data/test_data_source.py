@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -7,6 +8,7 @@ from curvedp.data import (
     DataSource,
     Task,
     check_labels,
+    load,
     parse_task,
     split_validation,
 )
@@ -75,8 +77,15 @@ def test_a_source_checks_both_parts():
     wide = ArrayDataset(torch.zeros(2, 4), torch.zeros(2).long())
     with pytest.raises(DataError, match=r"shape \(4,\)"):
         source(test=wide)
+
+
+def test_a_source_without_examples_is_taken_only_where_it_may_be_empty(tmp_path):
+    path = tmp_path / "none.npz"
+    np.savez(path, x=np.zeros((0, 4), np.float32), y=np.zeros(0, np.int64))
     with pytest.raises(DataError, match="no examples"):
-        source(train=numbered(0))
+        load(path, num_classes=3)
+    none = load(path, num_classes=3, may_be_empty=True)
+    assert (len(none.train), none.input_shape, none.num_classes) == (0, (4,), 3)
 
 
 def test_a_regression_has_outputs_and_no_classes():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from curvedp.errors import RoundError
+from curvedp.errors import ConfigurationError, DataError, RoundError, StorageError
 from curvedp.federated.flower import (
     FlowerAsk,
     client_number,
@@ -93,6 +93,57 @@ def test_a_refusal_travels_as_a_reason():
     assert {c for c, _ in refusals} == {1}
     assert "another plan" in refusals[0][1]
     assert world.server.rounds_left == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataError("row 7: age is 203"),
+        ConfigurationError("the folder of Ms Smith"),
+        StorageError("no room beside record 12"),
+        ValueError("record 12 is odd"),
+        KeyError("Ms Smith"),
+    ],
+)
+def test_what_a_record_may_have_caused_is_not_told_to_the_server(error, caplog):
+    world = World(rounds=1, server={"least_clients": 2})
+
+    class Failing:
+        def answer(self, task):
+            raise error
+
+        def close(self):
+            pass
+
+    world.clients[1] = Failing()
+    assert play(world) == [(1, "it cannot answer; its own log says why")]
+    assert str(error) in caplog.text  # the client's own log
+    assert world.server.rounds_left == 0
+
+
+def test_a_client_that_cannot_be_made_is_a_refusal_without_a_reason():
+    world = World(rounds=1, server={"least_clients": 2})
+
+    def make_client(context):
+        if client_number(context) == 1:
+            raise DataError("row 7: age is 203")
+        return world.clients[client_number(context)]
+
+    grid = in_process_grid(make_client_app(make_client), 3)
+    seen = []
+    ask = FlowerAsk(grid, on_refusal=lambda c, why: seen.append((c, why)))
+    run_rounds(world.server, ask)
+    assert seen == [(1, "it cannot answer; its own log says why")]
+
+
+def test_a_node_that_does_not_know_its_number_says_no_more():
+    world = World(rounds=1)
+    client_app, _, _ = apps(world)
+    context = flower.Context(run_id=1, node_id=1, node_config={},
+                             state=flower.RecordDict(), run_config={})  # fmt: skip
+    message = flower.Message(flower.RecordDict(), 1, "query")
+    facts = client_app(message, context).content.config_records["facts"]
+    assert facts["refused"] == "the node config does not say which client this is"
 
 
 def test_a_node_that_lies_about_its_number_is_not_counted():

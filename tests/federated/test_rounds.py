@@ -209,6 +209,40 @@ def test_fednew_maps_the_noisy_mean_and_clients_need_no_map():
     run_rounds(world.server, asking(world.clients))  # and on through the others
 
 
+# -- clients that have nothing --------------------------------------------------------
+
+
+def none_of(world, number):
+    """The client of that number, without records."""
+    world.data[number] = records(0, 1)
+    return world.client(number)
+
+
+@pytest.mark.parametrize("unit", list(Unit))
+def test_a_client_without_records_answers_with_noise(unit):
+    """That it has none is private: under add-remove, one record less may be none."""
+    whole = unit is Unit.CLIENT
+    world = World(
+        (30, 50, 20), noise=5.0, hidden=400, unit=unit, relation=Relation.ZERO_OUT,
+        client={"records_per_round": 64} if whole else {},
+    )  # fmt: skip
+    update = none_of(world, 1).answer(world.server.open_round())
+    assert world.server.reason_against(update) is None
+    values = torch.cat([v.reshape(-1) for v in update.release.values.values()])
+    due = 5.0 / math.sqrt(3) / world.plan.divisors[1]
+    assert float(values.std()) == pytest.approx(due, rel=0.05)
+    assert abs(float(values.mean())) < due / 10
+
+
+def test_a_client_that_draws_nobody_answers_with_noise():
+    world = World((30, 50, 20), noise=5.0, record_rate=1e-9, hidden=400)
+    update = world.clients[1].answer(world.server.open_round())
+    assert world.server.reason_against(update) is None
+    values = torch.cat([v.reshape(-1) for v in update.release.values.values()])
+    due = 5.0 / math.sqrt(3) / world.plan.divisors[1]
+    assert float(values.std()) == pytest.approx(due, rel=0.05)
+
+
 # -- units, sampling ------------------------------------------------------------------
 
 

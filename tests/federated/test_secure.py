@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from curvedp.barrier import ClippedSum
-from curvedp.errors import ConfigurationError, RoundError
+from curvedp.errors import ConfigurationError, DataError, RoundError
 from curvedp.federated import FederatedPlan, Federation, View
 from curvedp.federated.flower import (
     FlowerAsk,
@@ -329,6 +329,19 @@ def test_a_round_that_breaks_before_a_share_left_is_tried_again():
 
     made, _ = play(world, spoil=spoil)
     assert made[0].accepted == (0, 1, 2, 3)
+
+
+def test_what_a_record_may_have_caused_does_not_leave_under_masks_either():
+    world = make_world(rounds=1, noise=1.0)
+
+    def fail(task):
+        raise DataError("row 7: age is 203")
+
+    world.clients[2].masked_answer = fail
+    made, seen = play(world)
+    assert made[0].accepted == (0, 1, 3)
+    told = [m.error.reason for m in seen if m.has_error()]
+    assert told == ["it cannot answer; its own log says why"]
 
 
 def test_too_few_clients_refuse_the_round_and_nothing_is_spent():

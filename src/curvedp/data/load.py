@@ -42,6 +42,7 @@ def load(
     mean: Any = None,
     std: Any = None,
     with_test: bool = True,
+    may_be_empty: bool = False,
     **options: Any,
 ) -> DataSource:
     """Load a data set by name or path.
@@ -66,13 +67,18 @@ def load(
         std: Public constant that they are then divided by, likewise.
         with_test: False leaves the test part alone: its file is not opened, its arrays
             are not read, and ``test`` of the result is None.
+        may_be_empty: True takes a source without training examples. For a client of a
+            federation, which must not tell that it has none.
         **options: What is declared about the data; see the loaders.
 
     Raises:
-        DataError: If the data cannot be read, or lacks a declaration.
+        DataError: If the data cannot be read, has no training examples, or lacks a
+            declaration.
         ConfigurationError: If an option or a format is unknown.
     """
     source = _load(spec, format, with_test, options)
+    if len(source.train) == 0 and not may_be_empty:
+        raise DataError(f"{source.name}: there are no examples", "is the path right?")
     return source if mean is None and std is None else normalised(source, mean, std)
 
 

@@ -147,10 +147,16 @@ class FederationConfig:
         recipe = get_federated_recipe(self.recipe)
         return recipe.configure(mode=self.mode or None, **dict(self.settings))
 
-    def source(self, *, with_test: bool = True) -> DataSource:
-        """The data as they are named."""
-        options = dict(self.data_options)
-        source = datasets.load(self.data, with_test=with_test, **options)
+    def source(
+        self, *, with_test: bool = True, may_be_empty: bool = False
+    ) -> DataSource:
+        """The data as they are named; those of a client may be none."""
+        source = datasets.load(
+            self.data,
+            with_test=with_test,
+            may_be_empty=may_be_empty,
+            **dict(self.data_options),
+        )
         if source.task is not Task.CLASSIFICATION and self.partition != "iid":
             raise ConfigurationError(
                 "a Dirichlet split needs classes", "take the partition iid"
@@ -235,8 +241,7 @@ class FederationConfig:
             seed=self.seed,
         )
         model = build_model(run, ModelShape.of(source))
-        inputs, targets = source.train[:1]
-        template = Batch(torch.zeros_like(inputs), torch.zeros_like(targets))
+        template = Batch(*(x.new_zeros((1, *x.shape[1:])) for x in source.train[:1]))
         return Shared(
             model,
             self.loss,

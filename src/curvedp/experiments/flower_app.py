@@ -54,7 +54,8 @@ def _client_parts(
     text: str, data: str, number: int
 ) -> tuple[FederationConfig, Shared, Any]:
     config = FederationConfig.from_mapping(json.loads(text))
-    source = (replace(config, data=data) if data else config).source(with_test=False)
+    named = replace(config, data=data) if data else config
+    source = named.source(with_test=False, may_be_empty=bool(data))
     # without records of its own, a client of a demonstration takes its part of the data
     records = source.train if data else config.parts(source.train)[number]
     return config, config.shared(source), records

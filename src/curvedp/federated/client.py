@@ -10,6 +10,9 @@ the release is on disk; the update leaves.
 noise drawn, nothing paid. Asked for it with others, it refuses. If it crashed after it
 paid and before the release was stored, it sits the round out.
 
+**A client without records answers like the others**, with noise: that it has none is
+private. So is a draw of none.
+
 **Under masks it is sent once.** Where updates are hidden in a sum, the same update in
 two sums would show in their difference. It is not stored, and whoever asks for the
 round again is refused.
@@ -20,6 +23,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from torch.utils._pytree import tree_map
+
 from curvedp.accounting import repeated
 from curvedp.barrier import ClippedSum, Release
 from curvedp.clipping import clipped_sum
@@ -28,6 +35,7 @@ from curvedp.federated.common import Shared, checked_parameters, open_federated_
 from curvedp.federated.messages import Task, Update
 from curvedp.federated.secure import SumGrid
 from curvedp.federated.views import Unit
+from curvedp.layers import Batch
 from curvedp.noise import (
     GaussianMechanism,
     LatticeShare,
@@ -35,7 +43,7 @@ from curvedp.noise import (
     RandomStreams,
     scaled_release,
 )
-from curvedp.sampling import People
+from curvedp.sampling import People, Sampler
 from curvedp.train.datasets import TrainingData, moved
 from curvedp.train.journal import Journal
 from curvedp.train.passes import RecordedPass
@@ -99,14 +107,17 @@ class Client:
             if unsafe is None
             else unsafe * plan.federation.clients + number,
         )
+        sampler: Sampler = self._streams.sampler(
+            plan.federation.record_rate, lambda step: [step, self.number]
+        )
+        if hasattr(dataset, "__len__") and len(dataset) == 0:
+            dataset, sampler = _stand_in(shared.template), _Nobody()
         people = _whole_client(plan.federation.unit, dataset, records_per_round)
         source = TrainingData.of(dataset, people=people)
         self._slots = source.slots(None)
         expected = float(self._slots if people else plan.divisors[number])
         self._loader = source.loader(
-            self._streams.sampler(
-                plan.federation.record_rate, lambda step: [step, self.number]
-            ),
+            sampler,
             expected,
             physical_batch_size,
             shared.coverage.activation_bytes,
@@ -281,3 +292,15 @@ def _whole_client(unit: Unit, dataset: Any, records: int | None) -> People | Non
             "declare it there, and leave it out where the unit is a record",
         )
     return None if records is None else People([0] * len(dataset), records)
+
+
+def _stand_in(template: Batch) -> list[Any]:
+    """One record of zeros, for shapes; it is never drawn."""
+    return [tree_map(lambda x: x[0], (template.inputs, template.targets))]
+
+
+class _Nobody:
+    """Draws no record in any round."""
+
+    def draw(self, step: int, population: int) -> npt.NDArray[np.int64]:
+        return np.zeros(0, dtype=np.int64)

@@ -74,6 +74,7 @@ class Shared:
         )
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in self.coverage.parameters}
+        self.template = template
         self.probe_seed = probe_seed
         self.whiteners: WhitenerSource = FixedWhitener()
         self.refresh = 0

@@ -2,7 +2,8 @@
 
 Thin on purpose. What is computed, paid for and refused is in :mod:`.client` and
 :mod:`.server`; here tasks and updates become records and back. A refusal travels as a
-record too: a client never answers with a stack trace, which could hold data.
+record too. Its text is one that no record changes: that of a refused round or of a
+spent budget, or a constant. Whatever else goes wrong is told to the client's own log.
 
 ``flwr`` is imported where it is used: the extra ``flower``.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from curvedp.errors import CurvedpError, RoundError, missing_extra
+from curvedp.errors import BudgetError, CurvedpError, RoundError, missing_extra
 from curvedp.federated.client import Client
 from curvedp.federated.messages import Task, Update
 from curvedp.noise import restore_release
@@ -25,8 +26,10 @@ __all__ = [
     "FlowerAsk",
     "client_number",
     "flwr_part",
+    "introduction",
     "make_client_app",
     "make_server_app",
+    "public_reason",
     "task_from_records",
     "task_to_records",
     "update_from_records",
@@ -34,6 +37,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+#: What the server is told where the reason may be private.
+_UNSAID = "it cannot answer; its own log says why"
 _FACTS, _PARAMETERS, _WHITENED, _VALUES = "facts", "parameters", "whitened_at", "values"
 
 
@@ -127,18 +132,38 @@ def make_client_app(make_client: Callable[[Any], Client]) -> Any:
             finally:
                 client.close()
             records = update_to_records(update)
-        except CurvedpError as refusal:
-            records = app.RecordDict(
-                {_FACTS: app.ConfigRecord({"refused": refusal.problem})}
-            )
+        except Exception as error:
+            facts = {"refused": public_reason(error)}
+            records = app.RecordDict({_FACTS: app.ConfigRecord(facts)})
         return app.Message(records, reply_to=message)
 
-    @client_app.query()  # type: ignore[untyped-decorator, unused-ignore]
-    def query(message: Any, context: Any) -> Any:
-        facts = app.ConfigRecord({"client": client_number(context)})
-        return app.Message(app.RecordDict({_FACTS: facts}), reply_to=message)
-
+    client_app.query()(introduction)
     return client_app
+
+
+def introduction(message: Any, context: Any) -> Any:
+    """Answer the server's question which client a node is."""
+    app = flwr_part("app")
+    try:
+        facts: dict[str, Any] = {"client": client_number(context)}
+    except Exception as error:
+        facts = {"refused": public_reason(error)}
+    return app.Message(
+        app.RecordDict({_FACTS: app.ConfigRecord(facts)}), reply_to=message
+    )
+
+
+def public_reason(error: Exception) -> str:
+    """Why a client does not answer, as far as the server may know it.
+
+    What a file or a record is like could stand in any other text. It goes to the
+    client's own log.
+    """
+    if isinstance(error, RoundError | BudgetError):
+        _log.warning("this client refuses: %s", error)
+        return error.problem
+    _log.error("this client cannot answer", exc_info=error)
+    return _UNSAID
 
 
 def client_number(context: Any) -> int:

@@ -33,7 +33,12 @@ from torch import Tensor
 
 from curvedp.errors import RoundError
 from curvedp.federated.client import Client
-from curvedp.federated.flower import FlowerAsk, client_number, flwr_part
+from curvedp.federated.flower import (
+    FlowerAsk,
+    flwr_part,
+    introduction,
+    public_reason,
+)
 from curvedp.federated.masking import (
     CLIENT_PART,
     SERVER_PART,
@@ -49,6 +54,8 @@ from curvedp.noise import restore_release
 __all__ = ["SecureAsk", "carried", "make_secure_client_app"]
 
 _COMPAT = "compat.common.recorddict_compat"
+#: Flower's code of an app that has failed.
+_FAILED = 2
 
 
 # -- a client --------------------------------------------------------------------------
@@ -64,9 +71,13 @@ def make_secure_client_app(make_client: Callable[[Any], Client]) -> Any:
     typing = flwr_part("common")
 
     def checked(message: Any, context: Any, go_on: Callable[..., Any]) -> Any:
-        with _open(make_client, context) as client:
-            guard(message, client.grid)
-        return go_on(message, context)
+        try:
+            with _open(make_client, context) as client:
+                guard(message, client.grid)
+            return go_on(message, context)
+        except Exception as error:  # Flower would send its text
+            reason = app.Error(_FAILED, public_reason(error))
+            return app.Message(reason, reply_to=message)
 
     client_app = flwr_part("clientapp").ClientApp()
     masks = with_strong_masks(CLIENT_PART).secaggplus_mod
@@ -94,11 +105,7 @@ def make_secure_client_app(make_client: Callable[[Any], Client]) -> Any:
         )
         return app.Message(compat.fitres_to_recorddict(fit, False), reply_to=message)
 
-    @client_app.query()  # type: ignore[untyped-decorator, unused-ignore]
-    def query(message: Any, context: Any) -> Any:
-        facts = app.ConfigRecord({"client": client_number(context)})
-        return app.Message(app.RecordDict({"facts": facts}), reply_to=message)
-
+    client_app.query()(introduction)
     return client_app
 
 
