@@ -139,6 +139,7 @@ def test_a_client_that_cannot_be_made_is_a_refusal_without_a_reason():
 def test_a_node_that_does_not_know_its_number_says_no_more():
     world = World(rounds=1)
     client_app, _, _ = apps(world)
+    in_process_grid(client_app, 1)  # Flower makes messages in a run alone
     context = flower.Context(run_id=1, node_id=1, node_config={},
                              state=flower.RecordDict(), run_config={})  # fmt: skip
     message = flower.Message(flower.RecordDict(), 1, "query")

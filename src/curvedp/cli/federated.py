@@ -292,10 +292,33 @@ def client(
     data: Annotated[
         str, typer.Option(help="Its records; without them its part of the config's.")
     ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Its own TOML file; it refuses another federation."),
+    ] = None,
+    max_epsilon: Annotated[
+        float | None,
+        typer.Option(
+            help="Most that all rounds may cost: against the server, or in the view of "
+            "its own config."
+        ),
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Of that limit; the config's by default.")
+    ] = None,
 ) -> None:
     """Run one client: a Flower SuperNode, until it is stopped."""
     _require_keys(keys, insecure)
-    run_client(number, run_dir, superlink=superlink, keys=keys, data=data)
+    run_client(
+        number,
+        run_dir,
+        superlink=superlink,
+        keys=keys,
+        data=data,
+        config=config,
+        max_epsilon=max_epsilon,
+        delta=delta,
+    )
 
 
 def _require_keys(keys: Path | None, insecure: bool) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 from curvedp.errors import ConfigurationError, CurvedpError, missing_extra
 from curvedp.experiments.federations import FederationConfig
+from curvedp.experiments.terms import ClientTerms
 from curvedp.storage import make_folder
 
 __all__ = ["make_keys", "run_client", "run_server"]
@@ -257,6 +258,9 @@ def run_client(
     superlink: str,
     keys: Path | None,
     data: str = "",
+    config: Path | None = None,
+    max_epsilon: float | None = None,
+    delta: float | None = None,
     port: int = 0,
     patience: float = 3600.0,
 ) -> None:
@@ -271,16 +275,27 @@ def run_client(
         superlink: ``host:port`` of the server.
         keys: folder with ``ca.crt`` and ``client-<number>.key``; None without TLS.
         data: its records; empty takes its part of the config's data (demonstrations).
+        config: its own file; a federation that differs from it is refused.
+        max_epsilon: its own limit; see :class:`curvedp.experiments.terms.ClientTerms`.
+        delta: of that limit.
         port: of the node's own processes on this machine; 0 takes a free one.
         patience: seconds in which it is started again and again before it is given up.
 
     Raises:
         CurvedpError: the node did not run for that long.
     """
+    own = None if config is None else FederationConfig.read(config)
+    ClientTerms(own, max_epsilon, delta)  # refused here, and not in every round
     folder = run_dir.absolute()
     home = folder / "flower"
     home.mkdir(parents=True, exist_ok=True)
     node = f'client={number} run-dir="{folder}"'
+    if config is not None:
+        node += f' config="{config.absolute()}"'
+    limits = {"max-epsilon": max_epsilon, "delta": delta}
+    node += "".join(
+        f" {k}={float(v)!r}" for k, v in limits.items() if v is not None
+    )
     if data:
         node += f' data="{Path(data).absolute() if Path(data).exists() else data}"'
     secured = ["--insecure"]

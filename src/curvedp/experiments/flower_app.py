@@ -2,7 +2,8 @@
 
 Its run config holds the federation's config as JSON (``federation``) and the server's
 folder (``run-dir``). A node's config says which client it is (``client``), where its
-folder is (``run-dir``) and, where it has records of its own, where they are (``data``).
+folder is (``run-dir``), where its own records are, if it has any (``data``), and what
+it insists on (``config``, ``max-epsilon``, ``delta``).
 
 Flower may run every message in a new process, so a client is made from its folder each
 time; the model and its coverage are kept as long as a process lives.
@@ -20,6 +21,7 @@ from typing import Any
 
 from curvedp.errors import ConfigurationError, LedgerError
 from curvedp.experiments.federations import FederationConfig, serve
+from curvedp.experiments.terms import ClientTerms
 from curvedp.federated import Client, Server, Shared
 from curvedp.federated.flower import (
     FlowerAsk,
@@ -43,9 +45,16 @@ def client_of(context: Any) -> Client:
             "a client needs a folder that remembers what it has spent",
             "start the SuperNode with --node-config 'client=3 run-dir=\"folder\"'",
         )
-    config, shared, records = _client_parts(
-        str(context.run_config["federation"]), str(node.get("data", "")), number
+    terms = ClientTerms(
+        FederationConfig.read(str(node["config"])) if "config" in node else None,
+        node.get("max-epsilon"),
+        node.get("delta"),
     )
+    asked = FederationConfig.from_mapping(
+        json.loads(str(context.run_config["federation"]))
+    )
+    text = json.dumps(terms.accept(asked).to_json())
+    config, shared, records = _client_parts(text, str(node.get("data", "")), number)
     return config.client(number, shared, records, Path(str(node["run-dir"])))
 
 
