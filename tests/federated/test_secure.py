@@ -1,6 +1,7 @@
 """Sums under masks: what they are, what they cost, and what is refused."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -225,7 +226,7 @@ def test_a_sum_that_misses_more_than_declared_or_has_a_wrong_share_moves_nothing
 # -- Flower's protocol -----------------------------------------------------------------
 
 
-def play(world, *, spoil=None, tries=2):
+def play(world, *, spoil=None, spoil_answer=None, tries=2, told=None):
     pytest.importorskip("flwr.app")
     pytest.importorskip("cryptography")
     from curvedp.federated.secagg import SecureAsk, make_secure_client_app
@@ -237,11 +238,19 @@ def play(world, *, spoil=None, tries=2):
         if spoil is not None:
             spoil(message, client_number(context))
         seen.append(message)
+        stage = message.content.config_records.get("secaggplus_configs", {})
+        stage = stage.get("stage")
         answer = client_app(message, context)
         seen.append(answer)
+        if spoil_answer is not None and client_number(context) == 2:
+            answer = spoil_answer(stage, answer) or answer
         return answer
 
-    ask = FlowerAsk(in_process_grid(app, len(world.sizes)), patience=0.1)
+    refusals = [] if told is None else told
+    ask = FlowerAsk(
+        in_process_grid(app, len(world.sizes)), patience=0.1,
+        on_refusal=lambda client, why: refusals.append((client, why)),
+    )  # fmt: skip
     made = []
     secure_ask = SecureAsk(ask, world.server.grid, tries=tries)
     run_rounds(world.server, secure_ask, on_round=made.append, tries=1)
@@ -329,6 +338,115 @@ def test_a_round_that_breaks_before_a_share_left_is_tried_again():
 
     made, _ = play(world, spoil=spoil)
     assert made[0].accepted == (0, 1, 2, 3)
+
+
+SETUP, SHARE, COLLECT, UNMASK = (
+    "setup", "share_keys", "collect_masked_vectors", "unmask"
+)  # fmt: skip
+
+
+def without_records(answer):
+    answer.content.config_records.clear()
+
+
+def shorter(key):
+    def spoil(answer):
+        answer.content.config_records["secaggplus_configs"][key].pop()
+
+    return spoil
+
+
+def without(key):
+    def spoil(answer):
+        del answer.content.config_records["secaggplus_configs"][key]
+
+    return spoil
+
+
+def foreign(key):
+    def spoil(answer):
+        values = answer.content.config_records["secaggplus_configs"][key]
+        answer.content.config_records["secaggplus_configs"][key] = [b"x"] * len(values)
+
+    return spoil
+
+
+def another_number(answer):
+    answer.content.config_records["fitres.metrics"]["client"] = 1
+
+
+def without_facts(answer):
+    del answer.content.config_records["fitres.metrics"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "spoil", "words"),
+    [
+        (SETUP, without_records, "no records"),
+        (SETUP, without("pk1"), "missing or has other"),
+        (SHARE, without_records, "no records"),
+        (SHARE, shorter("dsts"), "do not fit"),
+        (COLLECT, without_records, "no records"),
+        (COLLECT, shorter("masked_params"), "the model's shape"),
+        (COLLECT, foreign("masked_params"), "cannot be read"),
+        (COLLECT, another_number, "another client"),
+        (COLLECT, without_facts, "cannot be read"),
+        (UNMASK, without_records, "no records"),
+        (UNMASK, shorter("shares"), "do not fit"),
+    ],
+)
+def test_a_reply_that_is_not_whole_is_that_of_a_client_that_dropped(
+    stage, spoil, words
+):
+    world = make_world(rounds=1, noise=1.0)
+    told = []
+    made, _ = play(world, tries=4, told=told, spoil_answer=lambda now, answer:
+                   spoil(answer) if now == stage else None)  # fmt: skip
+    assert {client for client, _ in told} == {2}
+    assert words in told[0][1]
+    # one that breaks late has its share in the sum
+    assert made[0].accepted == ((0, 1, 2, 3) if stage == UNMASK else (0, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("stage", "spoil"), [(UNMASK, foreign("shares")), (SETUP, None)]
+)
+def test_foreign_bytes_lose_or_refuse_a_round_and_not_the_server(stage, spoil):
+    world = make_world(rounds=1, noise=1.0, view=secure(0))
+
+    def spoil_answer(now, answer):
+        if now == stage and spoil is not None:
+            spoil(answer)
+        elif now == stage:
+            answer.content.config_records["secaggplus_configs"]["pk1"] = b"x"
+
+    if stage == UNMASK:
+        made, _ = play(world, spoil_answer=spoil_answer)
+        assert made[0].accepted == ()
+    else:
+        with pytest.raises(RoundError, match="too few clients"):
+            play(world, spoil_answer=spoil_answer)
+        assert world.clients[0].ledger.count() == 0
+
+
+def test_a_sum_of_another_model_is_lost():
+    common = pytest.importorskip("flwr.common")
+    from curvedp.federated.secagg import _Attempt
+
+    world = make_world(rounds=1)
+    task = world.server.open_round()
+    facts = {
+        "client": 1, "run_id": "r", "agreement": "a", "frame": "identity", "round": 0,
+        "noise_std": 1.0,
+    }  # fmt: skip
+    for arrays in ([np.zeros(3)], [np.zeros(3)] * 5):
+        sent = SimpleNamespace(
+            metrics=facts, parameters=common.ndarrays_to_parameters(arrays)
+        )
+        attempt = _Attempt(task, {7: 1})
+        attempt.aggregate_fit(1, [(SimpleNamespace(node_id=7), sent)], [])
+        assert attempt.total.values is None
+        assert attempt.total.reason == "the sum is not of the model"
 
 
 def test_what_a_record_may_have_caused_does_not_leave_under_masks_either():

@@ -218,7 +218,7 @@ class FlowerAsk:
         self.timeout = timeout
         self._wait_for = wait_for
         self._patience = patience
-        self._on_refusal = on_refusal or _log_refusal
+        self.on_refusal = on_refusal or _log_refusal
         self._numbers: dict[int, int] = {}
 
     def __call__(self, task: Task, asked: Sequence[int]) -> list[Update]:
@@ -247,7 +247,7 @@ class FlowerAsk:
                     raise RoundError(f"it says that it is client {update.client}")
                 updates.append(update)
             except CurvedpError as refusal:
-                self._on_refusal(number, refusal.problem)
+                self.on_refusal(number, refusal.problem)
         return updates
 
     def nodes(self) -> dict[int, int]:

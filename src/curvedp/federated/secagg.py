@@ -4,7 +4,7 @@ Flower has the protocol as a workflow of the server and a mod of the clients. Fo
 messages go to every client in a round: it makes keys; it shares its secrets with the
 others; it sends its masked share; it helps to unmask the sum of those that came.
 
-Three things are added to what Flower does:
+Four things are added to what Flower does:
 
 - **Masks of full strength.** Flower folds the 256 bits of a mask's seed into 32 and
   draws with a Mersenne twister, which a server can search through. Here masks are the
@@ -12,6 +12,8 @@ Three things are added to what Flower does:
 - **A client checks what it is asked** (:mod:`.masking`): the grid, the number of shares
   and the threshold are the plan's; nobody is named twice; no client is both in the sum
   and dropped, which would give away both of its secrets.
+- **The server checks what it gets** (:mod:`.screening`): a reply that is not whole
+  counts as a drop-out, and no reply stops the server.
 - **Every share leaves once.** A round that breaks before shares left is tried again;
   one that breaks after is lost.
 
@@ -23,6 +25,8 @@ forges them could read single shares; the view each-client holds against that on
 from __future__ import annotations
 
 import json
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -47,13 +51,16 @@ from curvedp.federated.masking import (
 )
 from curvedp.federated.messages import Task, Update
 from curvedp.federated.rounds import Ask
+from curvedp.federated.screening import ScreenedGrid, sender
 from curvedp.federated.secure import MODULUS, SumGrid, Total
 from curvedp.federated.server import Server
-from curvedp.noise import restore_release
 
 __all__ = ["SecureAsk", "carried", "make_secure_client_app"]
 
+_log = logging.getLogger(__name__)
 _COMPAT = "compat.common.recorddict_compat"
+#: Tries of a round that a client may break before it is left out of that round.
+_FAULTS = 2
 #: Flower's code of an app that has failed.
 _FAILED = 2
 
@@ -151,8 +158,12 @@ class SecureAsk:
         Raises:
             RoundError: it broke before any share had left. Ask again later.
         """
+        faults: Counter[int] = Counter()
         for _ in range(self._tries):
             nodes = {node: c for node, c in self._ask.nodes().items() if c in asked}
+            steady = {n: c for n, c in nodes.items() if faults[n] < _FAULTS}
+            if len(steady) >= self._sums.threshold:
+                nodes = steady
             if len(nodes) < self._sums.threshold:
                 break
             attempt = _Attempt(task, nodes)
@@ -166,11 +177,16 @@ class SecureAsk:
                 modulus_range=MODULUS,
                 timeout=self._ask.timeout,
             )
-            flow(self._ask.grid, attempt.context())
+            grid = ScreenedGrid(self._ask.grid, task, nodes, self._ask.on_refusal)
+            try:
+                flow(grid, attempt.context())
+            except Exception as error:  # of Flower's, on bytes that clients have sent
+                _log.error("secure aggregation has failed", exc_info=error)
             if attempt.total is not None:
                 return attempt.total
             if flow.shares_left:
                 return Total(reason="the sum of the shares could not be unmasked")
+            faults.update(grid.missing)
         raise RoundError(
             f"round {task.round} has too few clients for secure aggregation: "
             f"{self._sums.threshold} must stay to its end",
@@ -240,30 +256,23 @@ class _Attempt:
                 self.total = Total(reason="a node says that it is another client")
                 return None, {}
             try:
-                senders.append(_sender(facts))
+                senders.append(sender(facts))
             except (KeyError, TypeError, ValueError, OverflowError):
                 self.total = Total(reason="a client's facts cannot be read")
                 return None, {}
-        # all results hold the same mean of the shares
-        arrays = common.parameters_to_ndarrays(results[0][1].parameters)
         names = sorted(self._task.parameters)
-        values = {
-            name: torch.from_numpy(np.asarray(array)) * len(results)
-            for name, array in zip(names, arrays, strict=True)
-        }
+        try:
+            # all results hold the same mean of the shares
+            arrays = common.parameters_to_ndarrays(results[0][1].parameters)
+            values = {
+                name: torch.from_numpy(np.asarray(array)) * len(results)
+                for name, array in zip(names, arrays, strict=True)
+            }
+        except (IndexError, TypeError, ValueError):
+            self.total = Total(tuple(senders), reason="the sum is not of the model")
+            return None, {}
         self.total = Total(tuple(senders), values)
         return None, {}
-
-
-def _sender(facts: Mapping[str, Any]) -> Update:
-    release = restore_release(
-        {},
-        str(facts["frame"]),
-        int(facts["round"]),
-        noise_std=float(facts["noise_std"]),
-    )
-    client, run, agreed = facts["client"], facts["run_id"], facts["agreement"]
-    return Update(int(client), str(run), str(agreed), release)
 
 
 # -- tasks as Flower's older records ---------------------------------------------------
