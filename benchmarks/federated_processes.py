@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from curvedp.accounting import read_ledger
-from curvedp.experiments.deployment import make_keys
+from curvedp.experiments.certificates import make_keys
 from curvedp.experiments.federations import FederationConfig, serve
 from curvedp.federated.rounds import asking
 

@@ -97,6 +97,16 @@ def test_a_config_file_with_an_unknown_setting_is_refused(call, tmp_path):
         ("sizes = 400", "declared sizes are 400"),
         ('sizes = ["many"]', "declared sizes are ['many']"),
         ("sizes = [[400]]", "declared sizes are [[400]]"),
+        ("settings = 3", "settings of a federation is 3"),
+        ("data_options = []", "data_options of a federation is []"),
+        ('model_options = "wide"', "model_options of a federation is 'wide'"),
+        ("recipe = 3", "recipe of a federation is 3"),
+        ("view = []", "view of a federation is []"),
+        ('rounds = "many"', "rounds of a federation is 'many'"),
+        ("rounds = true", "rounds of a federation is True"),
+        ("seed = 0.5", "seed of a federation is 0.5"),
+        ('delta = "small"', "delta of a federation is 'small'"),
+        ("exact_frames = 1", "exact_frames of a federation is 1"),
     ],
 )
 def test_a_config_file_with_an_unreadable_value_is_refused(call, tmp_path, line, words):
@@ -123,6 +133,31 @@ def test_keys_are_made_once_and_fit_together(call, tmp_path):
     except FileNotFoundError:
         return
     assert checked.returncode == 0
+
+
+def test_an_address_that_is_not_this_machines_is_refused_at_once(call, tmp_path):
+    (tmp_path / "federation.toml").write_text("sizes = [400]\nepsilon = 1.0\n")
+    # 203.0.113.0/24 is nobody's: it is for documentation
+    for address in ("203.0.113.7:9800", "nowhere.invalid:9800"):
+        done = call(
+            "federated", "server", "federation.toml", "--run-dir", "s", "--insecure",
+            "--address", address, code=2,
+        )  # fmt: skip
+        assert "cannot listen on" in done.stderr
+        assert "0.0.0.0" in done.stderr
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_clients_own_terms_are_checked_at_once(call, tmp_path):
+    (tmp_path / "own.toml").write_text(
+        "sizes = [400, 400]\nrounds = 2\nepsilon = 4.0\ndelta = 1e-4\n"
+    )
+    start = ("federated", "client", "0", "--run-dir", "c", "--insecure")
+    limit = ("--max-epsilon", "2")
+    done = call(*start, "--config", "own.toml", *limit, code=2)
+    assert "limit is 2" in done.stderr.replace("\n", " ")
+    assert "delta" in call(*start, *limit, code=2).stderr
+    assert "cannot be read" in call(*start, "--config", "none.toml", code=2).stderr
 
 
 def test_a_deployment_needs_keys_or_says_that_it_has_none(call, tmp_path):

@@ -22,7 +22,8 @@ from curvedp.cli.output import (
 )
 from curvedp.cli.parameters import JsonFlag
 from curvedp.errors import ConfigurationError
-from curvedp.experiments.deployment import make_keys, run_client, run_server
+from curvedp.experiments.certificates import make_keys
+from curvedp.experiments.deployment import run_client, run_server
 from curvedp.experiments.federations import FederationConfig, FederationResult, serve
 from curvedp.federated import Observer, View
 from curvedp.federated.flower import (
@@ -250,7 +251,8 @@ def server(
     insecure: InsecureFlag = False,
     timeout: Annotated[float, typer.Option(help="Seconds a round waits.")] = 600.0,
     wait_for: Annotated[
-        int | None, typer.Option(help="Clients a round waits for.", show_default="all")
+        int | None,
+        typer.Option(help="Clients the first round waits for.", show_default="all"),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw accuracy by round (PNG, PDF, SVG).")

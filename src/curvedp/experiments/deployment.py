@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
-import ipaddress
 import json
 import os
 import shutil
@@ -20,18 +18,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from curvedp.errors import ConfigurationError, CurvedpError, missing_extra
+from curvedp.experiments.certificates import refuse_unnamed
 from curvedp.experiments.federations import FederationConfig
 from curvedp.experiments.terms import ClientTerms
-from curvedp.storage import make_folder
+from curvedp.storage import read_json, write_atomically, write_json
 
-__all__ = ["make_keys", "run_client", "run_server"]
+__all__ = ["run_client", "run_server"]
 
-_DAYS = 365
 _STATUS_SECONDS = 10.0
 _AGAIN_SECONDS, _LONG_SECONDS = 5.0, 60.0
 _APP = """\
@@ -61,94 +59,6 @@ federation = {federation}
 """
 
 
-# -- keys and certificates -------------------------------------------------------------
-
-
-def make_keys(folder: Path, clients: int, hosts: Sequence[str]) -> None:
-    """A certificate authority, the server's certificate, and a key for each client.
-
-    ``ca.crt`` goes to everybody; ``server.key`` stays on the server; ``client-3.key``
-    goes to client 3 alone, and its public half ``client-3.pub`` to the server.
-
-    Args:
-        folder: made anew; never one that exists.
-        clients: how many.
-        hosts: names and addresses of the server.
-    """
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-        from cryptography.x509.oid import NameOID
-    except ImportError:
-        raise missing_extra("cryptography", "secure") from None
-    if folder.exists():
-        raise ConfigurationError(
-            f"{folder} exists already, and keys are never overwritten",
-            "name a folder that does not exist",
-        )
-    make_folder(folder)
-    encoding, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-
-    def new_key(name: str, kind: Any = serialization.PrivateFormat.PKCS8) -> Any:
-        key = ec.generate_private_key(ec.SECP384R1())
-        path = folder / f"{name}.key"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-            file.write(key.private_bytes(encoding, kind, plain))
-        return key
-
-    def name_of(text: str) -> Any:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-    def certificate(key: Any, name: Any, *extensions: Any) -> Any:
-        now = datetime.datetime.now(datetime.UTC)
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(authority)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(days=_DAYS))
-        )
-        for extension, critical in extensions:
-            builder = builder.add_extension(extension, critical=critical)
-        return builder.sign(root, hashes.SHA256()).public_bytes(encoding)
-
-    authority = name_of("curvedp federation")
-    root = new_key("ca")
-    root_id = x509.SubjectKeyIdentifier.from_public_key(root.public_key())
-    usage = x509.KeyUsage(
-        digital_signature=True, content_commitment=False, key_encipherment=False,
-        data_encipherment=False, key_agreement=False, key_cert_sign=True,
-        crl_sign=True, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
-    constraints = x509.BasicConstraints(ca=True, path_length=None)
-    (folder / "ca.crt").write_bytes(
-        certificate(
-            root, authority, (constraints, True), (usage, True), (root_id, False)
-        )
-    )
-    server = new_key("server")
-    issued_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key())
-    names = x509.SubjectAlternativeName([_alternative(x509, host) for host in hosts])
-    (folder / "server.crt").write_bytes(
-        certificate(server, name_of(hosts[0]), (names, False), (issued_by, False))
-    )
-    for number in range(clients):
-        secret = new_key(f"client-{number}", serialization.PrivateFormat.OpenSSH)
-        public, kind = secret.public_key(), serialization.PublicFormat.OpenSSH
-        text = public.public_bytes(serialization.Encoding.OpenSSH, kind)
-        (folder / f"client-{number}.pub").write_bytes(text + b"\n")
-
-
-def _alternative(x509: Any, host: str) -> Any:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)
-
-
 # -- the server ------------------------------------------------------------------------
 
 
@@ -172,12 +82,17 @@ def run_server(
         keys: folder of :func:`make_keys`; None for no TLS and no authentication, which
             is for tests on one machine.
         timeout: seconds that a round waits.
-        wait_for: clients that a round waits for.
+        wait_for: clients that the first round waits for. Later ones wait for as many as
+            a round needs.
 
     Returns:
         What ``result.json`` says.
     """
     host, port = _split(address)
+    here = _reached_at(host)
+    if keys is not None:
+        refuse_unnamed(keys, here)
+    _refuse_taken(here, port)
     folder = run_dir.absolute()
     home, bundle = folder / "flower", folder / "app"
     for needed in (home, bundle):
@@ -192,7 +107,7 @@ def run_server(
         )
     )
     secured = ["--insecure"]
-    connection = f'address = "127.0.0.1:{port}"\ninsecure = true\n'
+    connection = f'address = "{_joined(here, port)}"\n'
     if keys is not None:
         keys = keys.absolute()
         secured = [
@@ -201,13 +116,12 @@ def run_server(
             "--ssl-keyfile", str(keys / "server.key"),
             "--enable-supernode-auth",
         ]  # fmt: skip
-        connection = (
-            f'address = "127.0.0.1:{port}"\nroot-certificates = "{keys / "ca.crt"}"\n'
-        )
+        connection += f'root-certificates = "{keys / "ca.crt"}"\n'
+    else:
+        connection += "insecure = true\n"
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "here"\n\n[superlink.here]\n{connection}'
     )
-    _refuse_taken(port)
     environment = _environment(home)
     command = [
         _tool("flower-superlink"), *secured, "--host", host, "--port", str(port),
@@ -216,11 +130,12 @@ def run_server(
         "--database", str(home / "superlink.db"),
     ]  # fmt: skip
     result, log = folder / "result.json", folder / "superlink.log"
+    result.unlink(missing_ok=True)  # one of an earlier start says nothing of this one
     with _process(command, environment, log) as superlink:
-        _wait_for_port(port, superlink, log)
+        _wait_for_port(here, port, superlink, log)
         if keys is not None:
-            for key in sorted(keys.glob("client-*.pub")):
-                _flwr(environment, "supernode", "register", str(key), "here")
+            for key in _public_keys(keys, len(config.sizes)):
+                _register(environment, key, home / "nodes.json")
         _flwr(environment, "run", str(bundle), "here")
         asked = time.monotonic()
         while not result.exists():
@@ -239,6 +154,40 @@ def run_server(
                 )
     found: dict[str, Any] = json.loads(result.read_text())
     return found
+
+
+def _public_keys(keys: Path, clients: int) -> list[Path]:
+    """Of all clients, in the order of their numbers."""
+    found = [keys / f"client-{number}.pub" for number in range(clients)]
+    missing = [path.name for path in found if not path.exists()]
+    if missing:
+        raise ConfigurationError(
+            f"{keys} has no {missing[0]}, and the federation has {clients} clients",
+            f"make keys with: curvedp federated keys keys --clients {clients}",
+        )
+    return found
+
+
+def _register(environment: dict[str, str], key: Path, known: Path) -> None:
+    """Let a client's key in, and remember which node it is.
+
+    A node has the same number after a restart, with the same database. So a client that
+    has a key, and says that it is another one, is found.
+    """
+    nodes = read_json(known) if known.exists() else {}
+    number = int(key.stem.removeprefix("client-"))
+    text = _flwr(
+        environment, "supernode", "register", str(key), "here", "--format", "json"
+    )
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        node = int(json.loads(text)["node-id"])
+        nodes = {n: c for n, c in nodes.items() if c != number} | {str(node): number}
+        write_atomically(known, lambda path: write_json(path, nodes))
+    if number not in nodes.values():
+        raise CurvedpError(
+            f"Flower knows {key.name}, and {known} does not say which node it is",
+            f"remove {known.with_name('superlink.db')}: keys are then registered anew",
+        )
 
 
 def _status(environment: dict[str, str]) -> str:
@@ -293,9 +242,7 @@ def run_client(
     if config is not None:
         node += f' config="{config.absolute()}"'
     limits = {"max-epsilon": max_epsilon, "delta": delta}
-    node += "".join(
-        f" {k}={float(v)!r}" for k, v in limits.items() if v is not None
-    )
+    node += "".join(f" {k}={float(v)!r}" for k, v in limits.items() if v is not None)
     if data:
         node += f' data="{Path(data).absolute() if Path(data).exists() else data}"'
     secured = ["--insecure"]
@@ -407,25 +354,51 @@ def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigurationError(f"the address {address!r}", "write host:port")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _reached_at(host: str) -> str:
+    """Where this machine reaches what listens on a host.
+
+    One that is not its own is refused: everything would wait for it.
+    """
+    try:
+        (family, _, _, _, place), *_ = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM
+        )
+        with socket.socket(family, socket.SOCK_STREAM) as found:
+            found.bind(place)
+    except OSError as error:
+        raise ConfigurationError(
+            f"this machine cannot listen on {host}: {error.strerror or error}",
+            "give an address of this machine, or 0.0.0.0 for all of them; clients "
+            "take another one with --superlink",
+        ) from error
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _wait_for_port(
+    host: str, port: int, process: subprocess.Popen[bytes], log: Path
+) -> None:
     for _ in range(240):
         if process.poll() is not None:
             break
         with (
             contextlib.suppress(OSError),
-            socket.create_connection(("127.0.0.1", port), timeout=1),
+            socket.create_connection((host, port), timeout=1),
         ):
             return
         time.sleep(0.5)
     raise CurvedpError("the SuperLink did not start", f"its last lines: {_tail(log)}")
 
 
-def _refuse_taken(port: int) -> None:
+def _refuse_taken(host: str, port: int) -> None:
     with contextlib.suppress(OSError):
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        socket.create_connection((host, port), timeout=1).close()
         raise ConfigurationError(
             f"port {port} is in use on this machine",
             "stop the SuperLink that is still running, or take another port",

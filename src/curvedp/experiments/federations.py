@@ -39,6 +39,16 @@ from curvedp.train import evaluate
 
 __all__ = ["FederationConfig", "FederationResult", "serve"]
 
+#: Types of settings, by their annotations, and what they are called.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "str": (str, "text"),
+    "Mapping[str, Any]": (Mapping, "a table of names and values"),
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "true or false"),
+    "tuple[float, ...]": (tuple, "a number for every client"),
+}
+
 
 @dataclass(frozen=True)
 class FederationConfig:
@@ -101,6 +111,19 @@ class FederationConfig:
     seed: int = 0
     least_clients: int = 1
     exact_frames: bool = True
+
+    def __post_init__(self) -> None:
+        for own in fields(self):
+            value, kind = getattr(self, own.name), str(own.type)
+            if kind.endswith("| None") and value is None:
+                continue
+            kinds, words = _KINDS.get(kind.removesuffix(" | None"), (object, ""))
+            # to Python, True is a whole number
+            odd = isinstance(value, bool) and kinds is not bool
+            if odd or not isinstance(value, kinds):
+                raise ConfigurationError(
+                    f"{own.name} of a federation is {value!r}", f"give {words}"
+                )
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> FederationConfig:

@@ -11,6 +11,7 @@ time; the model and its coverage are kept as long as a process lives.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from curvedp.federated.flower import (
     make_server_app,
 )
 from curvedp.federated.secagg import carried, make_secure_client_app
-from curvedp.storage import write_atomically, write_json
+from curvedp.storage import read_json, write_atomically, write_json
 
 _LOCK_SECONDS = 120.0
 
@@ -77,7 +78,15 @@ def server_main(ask: FlowerAsk, context: Any) -> None:
     config = FederationConfig.from_mapping(json.loads(str(settings["federation"])))
     source = config.source()
     server = _unlocked(lambda: config.server(config.shared(source), folder))
+    ask.least = config.least_clients
+    if server.grid is not None:
+        ask.least = max(ask.least, server.grid.threshold)
+    known = folder / "flower" / "nodes.json"
+    if known.exists():
+        ask.bind({int(node): int(c) for node, c in read_json(known).items()})
     progress = folder / "rounds.jsonl"
+    earlier = _rows(progress, server.round)
+    progress.write_text("".join(json.dumps(row) + "\n" for row in earlier))
 
     def report(row: dict[str, float]) -> None:
         with progress.open("a") as file:
@@ -87,13 +96,25 @@ def server_main(ask: FlowerAsk, context: Any) -> None:
         result = serve(
             server, carried(ask, server), source.test, tries=20, on_round=report
         )
-        lines = progress.read_text().splitlines()  # of earlier starts too
-        result = replace(result, rows=[json.loads(line) for line in lines])
+        result = replace(result, rows=[*earlier, *result.rows])
         write_atomically(
             folder / "result.json", lambda path: write_json(path, result.to_json())
         )
     finally:
         server.close()
+
+
+def _rows(path: Path, rounds: int) -> list[dict[str, float]]:
+    """What earlier starts of this run have told of its first rounds.
+
+    A line that was cut off by a kill, and what is of another run, is left out.
+    """
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            found[int(row["round"])] = row
+    return [found[number] for number in sorted(found) if number <= rounds]
 
 
 def _unlocked(make: Callable[[], Server]) -> Server:

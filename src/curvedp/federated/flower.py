@@ -203,6 +203,9 @@ class FlowerAsk:
         wait_for: clients that must be there before the first round.
         patience: seconds to wait for them.
         on_refusal: is told of clients that refuse or fail, and why.
+
+    Attributes:
+        least: clients that must be there before every later round.
     """
 
     def __init__(
@@ -216,10 +219,20 @@ class FlowerAsk:
     ) -> None:
         self.grid = grid
         self.timeout = timeout
-        self._wait_for = wait_for
+        self.least = 1
+        self._wait_for: int | None = wait_for
         self._patience = patience
         self.on_refusal = on_refusal or _log_refusal
         self._numbers: dict[int, int] = {}
+        self._is_bound = False
+
+    def bind(self, nodes: Mapping[int, int]) -> None:
+        """Take it from whoever knows their keys which nodes are which clients.
+
+        Nodes are not asked then: one that has a key of its own, and says that it is
+        another client, is refused.
+        """
+        self._numbers, self._is_bound = dict(nodes), True
 
     def __call__(self, task: Task, asked: Sequence[int]) -> list[Update]:
         """The updates that came in time, from the clients that were asked."""
@@ -253,11 +266,14 @@ class FlowerAsk:
     def nodes(self) -> dict[int, int]:
         """Connected nodes and which clients they are."""
         end = time.monotonic() + self._patience
+        due = self.least if self._wait_for is None else self._wait_for
         while True:
             connected = set(self.grid.get_node_ids())
-            self._introduce(connected - self._numbers.keys())
+            if not self._is_bound:
+                self._introduce(connected - self._numbers.keys())
             known = {n: c for n, c in self._numbers.items() if n in connected}
-            if len(known) >= self._wait_for or time.monotonic() > end:
+            if len(known) >= due or time.monotonic() > end:
+                self._wait_for = None  # that was for the start
                 return known
             time.sleep(0.5)
 

@@ -44,8 +44,9 @@ class ScreenedGrid:
         on_refusal: Callable[[int, str], None],
     ) -> None:
         self._grid = grid
-        self._shapes = [(1,)]  # the weight goes before the values
-        self._shapes += [tuple(task.parameters[n].shape) for n in sorted(task.parameters)]
+        values = [task.parameters[name] for name in sorted(task.parameters)]
+        # the weight goes before the values
+        self._shapes = [(1,), *(tuple(value.shape) for value in values)]
         self._nodes = nodes
         self._on_refusal = on_refusal
         self.missing: set[int] = set()

@@ -49,7 +49,7 @@ from curvedp.federated.masking import (
     guard,
     with_strong_masks,
 )
-from curvedp.federated.messages import Task, Update
+from curvedp.federated.messages import Task
 from curvedp.federated.rounds import Ask
 from curvedp.federated.screening import ScreenedGrid, sender
 from curvedp.federated.secure import MODULUS, SumGrid, Total
