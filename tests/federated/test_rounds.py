@@ -1,6 +1,7 @@
 """The mathematics of a round: clients, mean, whitening and transforms, no network."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -280,6 +281,8 @@ def test_drawn_clients_are_drawn_once_for_a_round(tmp_path):
     world.server.open_round()
     drawn = world.server.participants()
     assert 1 < len(drawn) < 24
+    if os.name == "posix":
+        assert (tmp_path / "server/drawn.json").stat().st_mode & 0o077 == 0
     world.server.close()
     again = world.make_server()
     assert again.participants() == drawn
@@ -349,6 +352,20 @@ def test_where_the_draw_is_secret_the_divisor_is_the_expected_number():
     mean = world.server._mean({u.client: u for u in updates})
     both = sum(u.release.values["0.bias"] for u in updates)
     torch.testing.assert_close(mean.values["0.bias"], both / 4, **NEARLY)
+
+
+def test_the_noise_that_is_told_is_the_same_whoever_was_drawn():
+    world = World(
+        (20,) * 7, noise=3.7, rounds=9, unit=Unit.CLIENT, client_rate=0.4,
+        view="trusted-aggregate", client={"records_per_round": 32}, delta=1e-2,
+    )  # fmt: skip
+    updates = asking(world.clients)(world.server.open_round(), range(7))
+    told = {
+        world.make_server()._mean({u.client: u for u in updates[:drawn]}).noise_std
+        for drawn in range(8)
+    }
+    assert len(told) == 1
+    assert told.pop() == pytest.approx(3.7 / (0.4 * 7))
 
 
 # -- recipes --------------------------------------------------------------------------

@@ -11,13 +11,15 @@ price it is a secret of the server's, and goes as soon as the round is closed.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.barrier import Release
 from curvedp.errors import CheckpointError
-from curvedp.storage import as_storage_error, read_json, write_atomically, write_json
+from curvedp.storage import as_storage_error, read_json, write_atomically
 from curvedp.train.checkpoint import (
     Checkpoint,
     checkpoint_folders,
@@ -120,9 +122,9 @@ class ServerFolder:
     def keep_drawn(self, round_number: int, clients: Sequence[int]) -> None:
         """Store who was drawn, before anybody is asked."""
         if self._drawn_path is not None:
-            content = {"round": round_number, "clients": list(clients)}
+            content = json.dumps({"round": round_number, "clients": list(clients)})
             write_atomically(
-                self._drawn_path, lambda target: write_json(target, content)
+                self._drawn_path, lambda path: _write_secret(path, content)
             )
 
     def forget_drawn(self) -> None:
@@ -134,3 +136,10 @@ class ServerFolder:
     @property
     def _drawn_path(self) -> Path | None:
         return None if self._folder is None else self._folder / "drawn.json"
+
+
+def _write_secret(path: Path, content: str) -> None:
+    """Write a file that its owner alone may read."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with os.fdopen(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
+        file.write(content)

@@ -317,13 +317,18 @@ class Server:
         releases = [accepted[i].release for i in sorted(accepted)]
         if not releases:  # nobody was drawn: noise alone, and it counts
             releases = [self._nothing()]
-        return mean_release(
+        mean = mean_release(
             releases,
             divisor,
             top_up=top_up,
             streams=self._streams,
             at=(self.round, self.ledger.next_attempt(self.round)),
         )
+        if not self.hides_participants:
+            return mean
+        # the same number whoever was drawn; as it was added up, its rounding would tell
+        std = math.hypot(*(self._share_std(i) for i in range(facts.clients))) / divisor
+        return restore_release(mean.values, mean.frame, mean.step, noise_std=std)
 
     def _nothing(self) -> Release:
         zeros = {n: torch.zeros_like(p) for n, p in self.shared.parameters.items()}
