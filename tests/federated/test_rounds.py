@@ -318,6 +318,16 @@ def test_nobody_drawn_moves_nothing_where_the_draw_is_seen(tmp_path, least):
     world.server.close()
 
 
+def test_an_update_of_a_client_that_was_not_drawn_is_left_out():
+    """The price of a round rests on the draw."""
+    world = World((20,) * 12, rounds=1, client_rate=0.3, view="trusted-aggregate")
+    task, drawn = world.server.open_round(), world.server.participants()
+    assert 1 < len(drawn) < 12
+    report = world.server.close_round(asking(world.clients)(task, range(12)))
+    assert report.accepted == tuple(drawn)
+    assert set(report.refused.values()) == {"it was not drawn for this round"}
+
+
 def test_a_small_draw_still_needs_everybody_who_was_drawn():
     world = World((20,) * 12, rounds=1, client_rate=0.3, server={"least_clients": 12})
     task = world.server.open_round()

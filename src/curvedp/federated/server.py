@@ -218,8 +218,11 @@ class Server:
             )
         accepted: dict[int, Update] = {}
         refused: dict[int, str] = {}
+        asked = self.participants()
         for update in updates:
             reason = self.reason_against(update)
+            if reason is None and update.client not in asked:
+                reason = "it was not drawn for this round"
             if reason is None and update.client in accepted:
                 reason = "it has sent an update already"
             if reason is None:
@@ -227,7 +230,7 @@ class Server:
             else:
                 refused[update.client] = reason
         # a small draw is no fault: asked again, it would be the same
-        least = min(self.least_clients, len(self.participants()))
+        least = min(self.least_clients, len(asked))
         if len(accepted) < least and not self.hides_participants:
             reasons = "; ".join(f"client {c}: {why}" for c, why in refused.items())
             raise RoundError(
