@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from curvedp.experiments.deployment import _free_port
+from curvedp.experiments.processes import free_port
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
@@ -20,7 +20,7 @@ def test_a_federation_survives_kills(tmp_path, monkeypatch):
 
     config = kills.config_for("digits", 359.0, 30.0, 1e-4, {"learning_rate": 2.0})
     folder = tmp_path / "run"
-    broken = kills.broken_run(folder, config, _free_port())
+    broken = kills.broken_run(folder, config, free_port())
     found = kills.check(folder, config, broken, kills.unbroken_run(config))
     sys.modules.pop("federated_processes")
     assert found["ledger epsilon"] == pytest.approx(found["planned epsilon"])

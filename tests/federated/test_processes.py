@@ -31,14 +31,14 @@ def superlink(monkeypatch, tmp_path):
         return answers.get(arguments[0], lambda *_: "{}")(*arguments)
 
     @contextlib.contextmanager
-    def process(command, environment, log):
+    def running(command, environment, log):
         calls.append(tuple(command))
         yield SimpleNamespace(poll=lambda: None)
 
     answers = {}
     for name, stand_in in {
-        "_flwr": flwr, "_process": process, "_tool": lambda name: name,
-        "_wait_for_port": lambda *_: None,
+        "flwr": flwr, "running": running, "tool": lambda name: name,
+        "wait_for_port": lambda *_: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(deployment, name, stand_in)
     return SimpleNamespace(calls=calls, answers=answers)

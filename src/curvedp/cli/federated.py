@@ -311,6 +311,12 @@ def client(
 ) -> None:
     """Run one client: a Flower SuperNode, until it is stopped."""
     _require_keys(keys, insecure)
+    if config is None and max_epsilon is None:
+        tell(
+            "this client takes part in whatever the server describes: --config and "
+            "--max-epsilon are terms of its own",
+            style="dim",
+        )
     run_client(
         number,
         run_dir,

@@ -9,22 +9,27 @@ refuses a node whose public key was not registered.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from curvedp.errors import ConfigurationError, CurvedpError, missing_extra
+from curvedp.errors import ConfigurationError, CurvedpError
 from curvedp.experiments.certificates import refuse_unnamed
 from curvedp.experiments.federations import FederationConfig
+from curvedp.experiments.processes import (
+    environment_of,
+    flwr,
+    free_port,
+    joined_address,
+    reached_at,
+    refuse_taken,
+    running,
+    split_address,
+    tail_of,
+    tool,
+    wait_for_port,
+)
 from curvedp.experiments.terms import ClientTerms
 from curvedp.storage import read_json, write_atomically, write_json
 
@@ -88,11 +93,11 @@ def run_server(
     Returns:
         What ``result.json`` says.
     """
-    host, port = _split(address)
-    here = _reached_at(host)
+    host, port = split_address(address)
+    here = reached_at(host)
     if keys is not None:
         refuse_unnamed(keys, here)
-    _refuse_taken(here, port)
+    refuse_taken(here, port)
     folder = run_dir.absolute()
     home, bundle = folder / "flower", folder / "app"
     for needed in (home, bundle):
@@ -107,7 +112,7 @@ def run_server(
         )
     )
     secured = ["--insecure"]
-    connection = f'address = "{_joined(here, port)}"\n'
+    connection = f'address = "{joined_address(here, port)}"\n'
     if keys is not None:
         keys = keys.absolute()
         secured = [
@@ -122,27 +127,27 @@ def run_server(
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "here"\n\n[superlink.here]\n{connection}'
     )
-    environment = _environment(home)
+    environment = environment_of(home)
     command = [
-        _tool("flower-superlink"), *secured, "--host", host, "--port", str(port),
+        tool("flower-superlink"), *secured, "--host", host, "--port", str(port),
         "--disable-runtime-dependency-installation",
         # nodes that were known before a restart are known after it
         "--database", str(home / "superlink.db"),
     ]  # fmt: skip
     result, log = folder / "result.json", folder / "superlink.log"
     result.unlink(missing_ok=True)  # one of an earlier start says nothing of this one
-    with _process(command, environment, log) as superlink:
-        _wait_for_port(here, port, superlink, log)
+    with running(command, environment, log) as superlink:
+        wait_for_port(here, port, superlink, log)
         if keys is not None:
             for key in _public_keys(keys, len(config.sizes)):
                 _register(environment, key, home / "nodes.json")
-        _flwr(environment, "run", str(bundle), "here")
+        flwr(environment, "run", str(bundle), "here")
         asked = time.monotonic()
         while not result.exists():
             time.sleep(0.5)
             if superlink.poll() is not None:
                 raise CurvedpError(
-                    "the SuperLink has stopped", f"its last lines: {_tail(log)}"
+                    "the SuperLink has stopped", f"its last lines: {tail_of(log)}"
                 )
             if time.monotonic() - asked < _STATUS_SECONDS:
                 continue
@@ -176,7 +181,7 @@ def _register(environment: dict[str, str], key: Path, known: Path) -> None:
     """
     nodes = read_json(known) if known.exists() else {}
     number = int(key.stem.removeprefix("client-"))
-    text = _flwr(
+    text = flwr(
         environment, "supernode", "register", str(key), "here", "--format", "json"
     )
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -191,7 +196,7 @@ def _register(environment: dict[str, str], key: Path, known: Path) -> None:
 
 
 def _status(environment: dict[str, str]) -> str:
-    done = _flwr(environment, "list", "here", "--format", "json", check=False)
+    done = flwr(environment, "list", "here", "--format", "json", check=False)
     with contextlib.suppress(ValueError, KeyError, IndexError):
         return str(json.loads(done)["runs"][0]["status"])
     return ""
@@ -253,14 +258,14 @@ def run_client(
             str(keys.absolute() / f"client-{number}.key"),
         ]  # fmt: skip
     command = [
-        _tool("flower-supernode"), *secured, "--superlink", superlink,
+        tool("flower-supernode"), *secured, "--superlink", superlink,
         "--node-config", node,
     ]  # fmt: skip
     failing_since = time.monotonic()
     while time.monotonic() - failing_since < patience:
         started = time.monotonic()
-        own_port = ["--port", str(port or _free_port())]
-        with _process([*command, *own_port], _environment(home), None) as supernode:
+        own_port = ["--port", str(port or free_port())]
+        with running([*command, *own_port], environment_of(home), None) as supernode:
             code = supernode.wait()
         if time.monotonic() - started > _LONG_SECONDS:  # it ran; the server went away
             failing_since = time.monotonic()
@@ -269,150 +274,6 @@ def run_client(
         f"the SuperNode ends again and again, the last time with code {code}",
         f"is the server at {superlink}, and does it have client-{number}.pub?",
     )
-
-
-# -- processes -------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _process(
-    command: list[str], environment: dict[str, str], log: Path | None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block, whatever ends the block."""
-    with contextlib.ExitStack() as stack:
-        output = None if log is None else stack.enter_context(log.open("ab"))
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT if output else None,
-            # no other thread runs here yet
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
-        )
-        # a plain `kill` ends Python without unwinding the block
-        before = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            yield process
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _end_with_parent() -> None:
-    """On Linux: the child gets SIGTERM when this process dies, however it dies."""
-    death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(death_signal, signal.SIGTERM)
-
-
-def _environment(home: Path) -> dict[str, str]:
-    """Flower without telemetry, with a home of its own and one thread a process."""
-    tools = str(Path(sys.executable).parent)
-    return {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        "PATH": tools + os.pathsep + os.environ.get("PATH", ""),
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    }
-
-
-def _flwr(environment: dict[str, str], *arguments: str, check: bool = True) -> str:
-    done = subprocess.run(
-        [_tool("flwr"), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    known = "already" in done.stdout + done.stderr  # a key of an earlier start
-    if check and done.returncode and not known:
-        raise CurvedpError(
-            f"flwr {arguments[0]} failed: {(done.stderr or done.stdout).strip()[-500:]}"
-        )
-    return done.stdout
-
-
-def _tool(name: str) -> str:
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        raise missing_extra("flwr", "flower")
-    return found
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigurationError(f"the address {address!r}", "write host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _reached_at(host: str) -> str:
-    """Where this machine reaches what listens on a host.
-
-    One that is not its own is refused: everything would wait for it.
-    """
-    try:
-        (family, _, _, _, place), *_ = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM
-        )
-        with socket.socket(family, socket.SOCK_STREAM) as found:
-            found.bind(place)
-    except OSError as error:
-        raise ConfigurationError(
-            f"this machine cannot listen on {host}: {error.strerror or error}",
-            "give an address of this machine, or 0.0.0.0 for all of them; clients "
-            "take another one with --superlink",
-        ) from error
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-def _wait_for_port(
-    host: str, port: int, process: subprocess.Popen[bytes], log: Path
-) -> None:
-    for _ in range(240):
-        if process.poll() is not None:
-            break
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((host, port), timeout=1),
-        ):
-            return
-        time.sleep(0.5)
-    raise CurvedpError("the SuperLink did not start", f"its last lines: {_tail(log)}")
-
-
-def _refuse_taken(host: str, port: int) -> None:
-    with contextlib.suppress(OSError):
-        socket.create_connection((host, port), timeout=1).close()
-        raise ConfigurationError(
-            f"port {port} is in use on this machine",
-            "stop the SuperLink that is still running, or take another port",
-        )
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-800:]
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
