@@ -37,6 +37,11 @@ MODES = {
     "compiled": ({}, "inductor", False),
     "bf16": ({"precision": "bf16"}, None, False),
     "bf16-compiled": ({"precision": "bf16"}, "inductor", False),
+    "kept": ({"precision": "bf16-kept"}, None, False),
+    "kept-graphed": ({"precision": "bf16-kept"}, None, True),
+    "kept-bf16-norms": (
+        {"precision": "bf16-kept", "norm_precision": "bf16"}, None, False,
+    ),
     "float32-norms": ({"norm_precision": "float32"}, None, False),
     "bf16-norms": ({"norm_precision": "bf16"}, None, False),
     "all": ({"precision": "bf16", "norm_precision": "bf16"}, "eager", True),
@@ -44,6 +49,7 @@ MODES = {
 #: Relative distance of a clipped sum from the reference's: the precision of the model,
 #: and by how much norms are raised.
 FAR = {"bf16": 3e-2, "bf16-compiled": 3e-2, "all": 3e-2}
+FAR |= {"kept": 1e-2, "kept-graphed": 1e-2, "kept-bf16-norms": 1e-2}
 FAR |= {"float32-norms": 4e-4, "bf16-norms": 2e-3}
 
 every_mode = pytest.mark.parametrize(

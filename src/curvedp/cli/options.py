@@ -184,7 +184,11 @@ _OPTIONS: dict[str, Any] = {
     ],
     "precision": Annotated[
         str | None,
-        _option(_RUN, "bf16: forward pass in bfloat16.", shown="the model's own"),
+        _option(
+            _RUN,
+            "bf16: forward pass in bfloat16; bf16-kept: float32, kept in bfloat16.",
+            shown="the model's own",
+        ),
     ],
     "norm_precision": Annotated[
         str | None,

@@ -116,7 +116,8 @@ class RunConfig:
         device: "auto", "cpu", "cuda" or "mps".
         cuda_graph: record each pass as a CUDA graph; the numbers are the same.
         compile: compile each pass; the numbers are the same up to rounding.
-        precision: "bf16" for a forward pass in bfloat16; empty for the model's own.
+        precision: "bf16" for a forward pass in bfloat16, "bf16-kept" to keep in it
+            what waits for the backward pass; empty for the model's own.
         norm_precision: "float32" or "bf16" for norms in less than float64; empty for
             the best that the device is not much slower at.
         metrics: what is computed on held-out examples; empty chooses by the task.

@@ -12,30 +12,34 @@ from torch.utils._pytree import tree_flatten, tree_map
 from curvedp.errors import LoopError
 from curvedp.layers.copies import one_of
 from curvedp.layers.io import LayerIO
+from curvedp.layers.kept import Keeper, version
 from curvedp.layers.refuse import refuse_checkpointing
 from curvedp.layers.rewrite import NO_TAPE, Use
 from curvedp.layers.rules import Call
 
-__all__ = ["CallTape", "OpenCall", "version"]
+__all__ = ["CallTape", "OpenCall"]
 
 
 class CallTape:
     """Listens to a rewritten forward; ``calls`` is where its open calls go."""
 
-    def __init__(self, calls: list[OpenCall], label: str) -> None:
-        self._calls, self._label = calls, label
+    def __init__(
+        self, calls: list[OpenCall], label: str, keeper: Keeper | None = None
+    ) -> None:
+        self._calls, self._label, self._keeper = calls, label, keeper
         self._uses: list[tuple[str, str | None, OpenCall]] = []
 
     def watch(self, output: Tensor) -> tuple[Tensor, Any]:
         refuse_checkpointing(self._label)
         if not torch.is_grad_enabled():
             return NO_TAPE.watch(output)
-        call = OpenCall((), {})
+        call = OpenCall((), {}, keeper=self._keeper)
         return call.watch(output), call
 
     def use(self, weight: str, bias: str | None, x: Tensor, seen: Any) -> None:
         if seen is not None:
-            call = OpenCall((x,), {}, seen)
+            args = (x,) if self._keeper is None else self._keeper.inputs((x,))
+            call = OpenCall(args, {}, seen, keeper=self._keeper)
             self._calls.append(call)
             self._uses.append((weight, bias, call))
 
@@ -44,7 +48,15 @@ class CallTape:
 
 
 class OpenCall:
-    """A call whose output gradients are still to come, or come to another one."""
+    """A call whose output gradients are still to come, or come to another one.
+
+    Args:
+        args: positional arguments of the layer, as they are kept.
+        kwargs: keyword arguments, likewise.
+        same: the call that output gradients come to, if not this one.
+        settle: called when a gradient has come, to see whether it can be used at once.
+        keeper: rounds gradients that have to wait; None leaves them as they come.
+    """
 
     def __init__(
         self,
@@ -52,8 +64,10 @@ class OpenCall:
         kwargs: dict[str, Any],
         same: OpenCall | None = None,
         settle: Callable[[OpenCall], None] | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.io: LayerIO | None = None
+        self._keeper = keeper
         self._settle = settle
         self.args = _detached_all(args)
         self.kwargs = _detached_all(kwargs)
@@ -88,9 +102,15 @@ class OpenCall:
             self._d[slot] = grad.detach()
             if self._settle is not None:
                 self._settle(self)
+            self.shorten()
 
         leaf.register_hook(store)
         return leaf
+
+    def shorten(self) -> None:
+        """Keep gradients rounded, if that is asked for and they are still here."""
+        if self._keeper is not None:
+            self._d[:] = [self._keeper.short(d) for d in self._d]
 
     @property
     def reached(self) -> bool:
@@ -118,7 +138,8 @@ class OpenCall:
                 "used it, so its gradient can no longer be computed",
                 "use the out-of-place form of the operation that follows",
             )
-        return Call(self.args, self.kwargs, tuple(self._d))
+        lean = self._keeper is not None
+        return Call(self.args, self.kwargs, tuple(self._d), lean)
 
 
 class _Root(torch.autograd.Function):
@@ -144,8 +165,3 @@ def _detached_all(values: Any) -> Any:
 
 def _detached(x: Any) -> Any:
     return one_of(x).detach() if isinstance(x, Tensor) else x
-
-
-def version(x: Tensor) -> int:
-    """A number that moves when the tensor is written to."""
-    return 0 if x.is_inference() else x._version

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from curvedp.errors import CouplingError
-from curvedp.layers.calls import CallTape, OpenCall, version
+from curvedp.layers.calls import CallTape, OpenCall
 from curvedp.layers.copies import Copies, Meetings
 from curvedp.layers.covered import Covered, tied_groups
 from curvedp.layers.direct import Expanded, ExpandedServer, RuleServer, VmapServer
 from curvedp.layers.functional import call_with
 from curvedp.layers.io import DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.joined import joined
+from curvedp.layers.kept import Keeper, version
 from curvedp.layers.precision import exact
 from curvedp.layers.refuse import refuse_checkpointing
 from curvedp.layers.rewrite import RewrittenServer, forwards
@@ -56,6 +58,7 @@ class Recording:
         keep_inputs: keep every layer's inputs and output gradients, or those of some
             sites by name. Otherwise those of a layer whose per-example gradients are
             smaller go as soon as the backward pass brings them, and the gradients stay.
+        keeper: keeps what has to wait in bfloat16; a new one for every pass.
     """
 
     def __init__(
@@ -65,9 +68,11 @@ class Recording:
         batch_size: int,
         *,
         keep_inputs: bool | Collection[str] = False,
+        keeper: Keeper | None = None,
     ) -> None:
         self._model = model
         self._keep_inputs = keep_inputs
+        self._keeper = keeper
         self._covered = covered
         self._groups = tied_groups(covered)
         self._tied = {i.site.name for g in self._groups for i in g if len(g) > 1}
@@ -106,14 +111,16 @@ class Recording:
                 module = self._model.get_submodule(site.name)
                 if isinstance(item.server, RewrittenServer):
                     calls = self._calls.setdefault(site.name, [])
-                    tape = self._tapes[site.name] = CallTape(calls, site.label)
+                    tape = self._tapes[site.name] = CallTape(
+                        calls, site.label, self._keeper
+                    )
                     rewritten[module] = item.server.bound(module, site, tape)
                 else:
                     hook = self._hook(item)
                     handles.append(module.register_forward_hook(hook, with_kwargs=True))
             for full, value in (parameters or {}).items():
                 swapped.setdefault(full, value)
-            with forwards(rewritten):
+            with forwards(rewritten), self._keeping(values, args, kwargs):
                 output = call_with(self._model, swapped, args, kwargs)
         finally:
             for handle in handles:
@@ -121,6 +128,14 @@ class Recording:
         self._check_buffers(buffers)
         _refuse_copies(output)
         return output
+
+    def _keeping(self, values: Mapping[str, Tensor], *given: Any) -> Any:
+        """Around the forward pass: what it saves goes to the keeper."""
+        if self._keeper is None:
+            return nullcontext()
+        self._keeper.leave([*values.values(), *self._model.buffers()])
+        self._keeper.leave(tree_flatten(given)[0])
+        return self._keeper.during_forward()
 
     def _keeps(self, site: str) -> bool:
         kept = self._keep_inputs
@@ -134,6 +149,7 @@ class Recording:
         meetings = server.meetings if isinstance(server, RuleServer) else None
         alone = isinstance(server, RuleServer) and item.site.name not in self._tied
         settles = alone and not self._keeps(item.site.name)
+        keeper = self._keeper
         # weakly: a cycle would keep a batch's activations until the next collection
         settle = partial(_settle, weakref.ref(self), item) if settles else None
 
@@ -154,10 +170,14 @@ class Recording:
                 )
             if type(module) in _AUTOCAST:
                 args, kwargs = _as_computed(args, kwargs, output)
-            call = OpenCall(args, kwargs, settle=settle)
+            if keeper is not None and isinstance(server, RuleServer):
+                args, kwargs = keeper.inputs(args), keeper.inputs(kwargs)
+            call = OpenCall(args, kwargs, settle=settle, keeper=keeper)
             calls.append(call)
             leaves, spec = tree_flatten(output)
             leaves = [call.watch(leaf) for leaf in leaves]
+            if keeper is not None:
+                keeper.outputs(leaves)
             if repeated and meetings is not None:
                 leaves = [_hidden(leaf, shared, meetings) for leaf in leaves]
             return tree_unflatten(leaves, spec)
@@ -169,7 +189,11 @@ class Recording:
         if not call.is_sound(self._batch_size):
             return  # refused later, outside of the backward pass
         with exact(self._device):
-            io = self._of_calls(item, [call.close(item.site.label)]).settled()
+            io = self._of_calls(item, [call.close(item.site.label)])
+            if self._keeper is not None and not isinstance(io, DirectIO):
+                call.shorten()  # what is written down is made of what would be kept
+                io = self._of_calls(item, [call.close(item.site.label)])
+            io = io.settled()
         if isinstance(io, DirectIO):
             call.settle(io)
 

@@ -31,6 +31,7 @@ __all__ = [
     "Work",
     "choose_method",
     "chunk_rows",
+    "lean_rows",
     "norm_work",
     "pass_work",
     "writes_down",
@@ -38,6 +39,9 @@ __all__ = [
 
 #: Elements of scratch memory that a chunk may take: on a CPU what its caches hold.
 CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**28}
+
+#: The same where memory goes before time.
+LEAN_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
 
 #: How much larger than inputs and output gradients the gradients may be that a layer
 #: writes down.
@@ -122,7 +126,9 @@ def choose_method(positions: int, inputs: int, outputs: int) -> NormMethod:
     return NormMethod.GRAM if t * (p + r) < p * r else NormMethod.INSTANTIATE
 
 
-def writes_down(shape: DenseShape, kept: int, device: str) -> bool:
+def writes_down(
+    shape: DenseShape, kept: int, device: str, *, lean: bool = False
+) -> bool:
     """Whether gradients are kept in the place of inputs and output gradients.
 
     Where they take no more memory. On a GPU they may take somewhat more: patches are
@@ -132,18 +138,31 @@ def writes_down(shape: DenseShape, kept: int, device: str) -> bool:
         shape: of the layer.
         kept: elements of an example's inputs and output gradients.
         device: type of the device.
+        lean: memory goes before time, and what is kept takes half of a gradient's
+            bytes an element.
     """
+    if lean:
+        return 2 * shape.size <= kept
     if shape.size <= kept or shape.size > SETTLED_OVER_KEPT.get(device, 1) * kept:
         return shape.size <= kept
     return shape.norms == NormMethod.INSTANTIATE.value
 
 
-def chunk_rows(shape: DenseShape, method: NormMethod, device: str) -> int:
+def chunk_rows(
+    shape: DenseShape, method: NormMethod, device: str, *, lean: bool = False
+) -> int:
     """Examples whose norms are computed at once, within the scratch memory."""
     t, p, r = shape.positions, shape.inputs, shape.outputs
     square = t * t * 2 if method is NormMethod.GRAM else p * r
     each = shape.groups * (t * (p + r) + (square if t > 1 else 0))
-    return max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"]) // max(1, each))
+    limits = LEAN_CHUNK_ELEMENTS if lean else CHUNK_ELEMENTS
+    return max(1, limits.get(device, limits["cpu"]) // max(1, each))
+
+
+def lean_rows(each: int, device: str) -> int:
+    """Examples of so many elements that are computed at once where memory is short."""
+    limits = LEAN_CHUNK_ELEMENTS
+    return max(1, limits.get(device, limits["cpu"]) // max(1, each))
 
 
 def pass_work(shape: DenseShape) -> Work:

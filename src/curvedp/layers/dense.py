@@ -94,6 +94,8 @@ class DenseIO(LayerIO):
         calls: ``(x, d)`` for every call of the module, in the layer's own shapes.
         geometry: turns them into rows.
         method: force a way to compute norms; by default the planner chooses.
+        lean: whether memory goes before time: less scratch memory, and gradients are
+            written down only where that frees some.
     """
 
     name: str
@@ -102,6 +104,7 @@ class DenseIO(LayerIO):
     calls: Sequence[tuple[Tensor, Tensor]]
     geometry: Geometry
     method: NormMethod | None = None
+    lean: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -164,7 +167,7 @@ class DenseIO(LayerIO):
         """Slices of the batch whose scratch memory stays bounded, with the method."""
         shape = self.shape
         method = method or self.method or shape.method
-        size = chunk_rows(shape, method, self.calls[0][1].device.type)
+        size = chunk_rows(shape, method, self.calls[0][1].device.type, lean=self.lean)
         for start in range(0, self.batch_size, size):
             yield slice(start, start + size), method
 
@@ -236,7 +239,8 @@ class DenseIO(LayerIO):
     def settles(self) -> bool:
         """Whether gradients are written down; see :func:`writes_down`."""
         kept = sum(x[0].numel() + d[0].numel() for x, d in self.calls)
-        return writes_down(self.shape, kept, self.calls[0][1].device.type)
+        device = self.calls[0][1].device.type
+        return writes_down(self.shape, kept, device, lean=self.lean)
 
     def settled(self) -> LayerIO:
         return DirectIO(self.name, self.per_example()) if self.settles else self

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvedp.layers.conv import ConvGeometry, transposed_input
+from curvedp.layers.costs import lean_rows
 from curvedp.layers.dense import DenseIO, Geometry
 from curvedp.layers.io import DirectIO, LayerIO
 from curvedp.layers.joined import joined
@@ -57,11 +58,13 @@ class Call:
         args: positional arguments, tensors detached.
         kwargs: keyword arguments, tensors detached.
         d: gradients of the loss at the flattened tensor outputs (None: unused).
+        lean: whether memory goes before time; see :mod:`curvedp.layers.kept`.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     d: tuple[Tensor | None, ...]
+    lean: bool = False
 
     @property
     def x(self) -> Tensor:
@@ -110,7 +113,8 @@ def dense(site: Site, geometry: Geometry, calls: Sequence[Call]) -> LayerIO:
     pairs = _used(calls)
     weight, bias = site.parameters.get("weight"), site.parameters.get("bias")
     if weight is not None:
-        return DenseIO(site.name, weight, bias, pairs, geometry)
+        lean = any(call.lean for call in calls)
+        return DenseIO(site.name, weight, bias, pairs, geometry, lean=lean)
     assert bias is not None  # a site has at least one trainable parameter
     rows = [geometry.output_rows(d.to(compute_dtype(d))) for _, d in pairs]
     return DirectIO(site.name, {bias: sum(r.sum(2).flatten(1) for r in rows)})  # type: ignore[dict-item]
@@ -141,7 +145,8 @@ def _conv_transposed(site: Site, module: nn.Module, calls: Sequence[Call]) -> La
     if weight is not None:
         pairs = [(transposed_input(module, x, d), x) for x, d in _used(calls)]
         geometry = ConvGeometry.transposed(module)
-        parts.append(DenseIO(site.name, weight, None, pairs, geometry))
+        lean = any(call.lean for call in calls)
+        parts.append(DenseIO(site.name, weight, None, pairs, geometry, lean=lean))
     if bias is not None:
         total: Tensor | None = None
         for _, d in _used(calls):
@@ -186,18 +191,33 @@ def _embedding_bag(site: Site, module: nn.Module, calls: Sequence[Call]) -> Laye
 def _norm(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
     """Norm layers: ``dw_i = sum_t d_t * x^_t``, ``db_i = sum_t d_t``, written down."""
     total: dict[str, Tensor] = {}
+    lean = any(call.lean for call in calls)
     for x, d in _used(calls):
-        d = d.to(compute_dtype(d))
-        normalised = _normalise(module, x.to(d.dtype))
-        shape = next(iter(module.parameters(recurse=False))).shape
-        for own, full in site.parameters.items():
-            g = d * normalised if own == "weight" else d
-            if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # parameters come last
-                g = g.reshape(g.shape[0], -1, *shape).sum(1)
-            else:  # channels stand at dimension 1
-                g = g.flatten(2).sum(2) if g.dim() > 2 else g
+        rows = lean_rows(x[:1].numel(), x.device.type) if lean else max(1, len(x))
+        pairs = zip(x.split(rows), d.split(rows), strict=True)
+        parts = [_norm_gradients(site, module, *pair) for pair in pairs]
+        for full in site.parameters.values():
+            pieces = [part[full] for part in parts]
+            g = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             total[full] = g if full not in total else total[full] + g
     return DirectIO(site.name, total)
+
+
+def _norm_gradients(
+    site: Site, module: nn.Module, x: Tensor, d: Tensor
+) -> dict[str, Tensor]:
+    d = d.to(compute_dtype(d))
+    normalised = _normalise(module, x.to(d.dtype))
+    shape = next(iter(module.parameters(recurse=False))).shape
+    found = {}
+    for own, full in site.parameters.items():
+        g = d * normalised if own == "weight" else d
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # parameters come last
+            g = g.reshape(g.shape[0], -1, *shape).sum(1)
+        else:  # channels stand at dimension 1
+            g = g.flatten(2).sum(2) if g.dim() > 2 else g
+        found[full] = g
+    return found
 
 
 def _normalise(module: nn.Module, x: Tensor) -> Tensor:

@@ -126,8 +126,10 @@ def make_private(
         compile: make forward and backward pass of ``private.train_on`` one program, by
             ``torch.compile``. Needs a ``loss``; numbers are the same up to rounding.
             With ``cuda_graph``, the graph is one of the compiled pass.
-        precision: "bf16" runs the forward pass under bfloat16 autocast. Parameters,
-            norms, clipped sums and noise stay float32 or better, and the bound holds.
+        precision: "bf16" runs the forward pass under bfloat16 autocast. "bf16-kept"
+            computes in float32 and keeps in bfloat16 what waits for the backward pass
+            and the clipped sum: half the memory. In both, parameters, norms, clipped
+            sums and noise stay float32 or better, and the bound holds.
         norm_precision: "float32" or "bf16": products that norms are taken of, in place
             of float64 where the device has it. Norms are raised by a proven bound on
             what that hides: clipping is a little stronger, the guarantee the same.
@@ -157,8 +159,8 @@ def make_private(
     checked_loss = None if loss is None else per_example_loss(loss)
     device = next(model.parameters()).device
     recorded = recordable(checked_loss, device, plan) if cuda_graph else None
-    programmed = compilable(checked_loss) if compile else None
     forward, norms = ForwardPrecision(precision, model), chosen_norms(norm_precision)
+    programmed = compilable(checked_loss, forward) if compile else None
     if cuda_graph:
         streams.draw_in_graphs()
     template = None
@@ -225,6 +227,7 @@ def make_private(
                 expected_rows=plan.sampling.expected_batch_size * slots,
                 slots=slots,
                 size_is_public=plan.sampling.public_size is not None,
+                precision=forward,
             )
         loader = source.loader(
             plan.sampler(streams, ledger.next_attempt),

@@ -191,6 +191,7 @@ class Engine(Releasing):
             self._coverage.covered,
             self.physical_batch_size,
             keep_inputs=self.plan.clipping.measured_sites,
+            keeper=self._precision.keeper(),
         )
         self._open.recording = recording
         with self._precision.during_forward():
@@ -325,6 +326,7 @@ class Engine(Releasing):
             physical_batch_size=self.physical_batch_size,
             slots=self._loader.slots,
             keep_inputs=tuple(self.plan.clipping.measured_sites),
+            precision=self._precision,
         )
 
     def _merge(self, part: ClippedSum, batch: PhysicalBatch) -> bool:

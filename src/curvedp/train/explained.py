@@ -21,6 +21,7 @@ from curvedp.layers.direct import float_tensors
 from curvedp.layers.grouping import grouped
 from curvedp.layers.io import LayerIO
 from curvedp.layers.precision import exact
+from curvedp.train.passes import ForwardPrecision
 from curvedp.whitening import Whitener
 from curvedp.whitening.explained import Choice, choices
 
@@ -141,6 +142,7 @@ def explain(
     physical_batch_size: int,
     slots: int = 1,
     keep_inputs: Sequence[str] = (),
+    precision: ForwardPrecision | None = None,
 ) -> StepPlan:
     """The plan of a step.
 
@@ -152,12 +154,16 @@ def explain(
         physical_batch_size: rows that are computed at once.
         slots: rows of one unit: of a person, or of an example's views.
         keep_inputs: sites whose inputs are kept in any case.
+        precision: of the forward pass; what it keeps decides what is written down.
     """
+    precision = precision or ForwardPrecision(None, model)
     device = next(model.parameters()).device
     with undisturbed(model), exact(device):
         # a unit has no batch dimension that a shape could be mistaken for
-        ios = _recorded(model, coverage, synthesise, 2 * slots, keep_inputs)
-        whole = _recorded(model, coverage, synthesise, 2 * slots, True)
+        ios, whole = (
+            _recorded(model, coverage, synthesise, 2 * slots, kept, precision)
+            for kept in (keep_inputs, True)
+        )
         ios, whole = ([grouped(io, slots) for io in own] for own in (ios, whole))
         shapes = {w: s for io in whole for w, s in _shapes(io)}
         rows = [c for io in ios for c in choices(whitener, io, shapes)]
@@ -170,10 +176,17 @@ def _recorded(
     synthesise: Synthesiser,
     rows: int,
     keep_inputs: bool | Sequence[str],
+    precision: ForwardPrecision,
 ) -> list[LayerIO]:
     batch = synthesise(rows, torch.Generator().manual_seed(0))
     with torch.enable_grad():
-        recording = Recording(model, coverage.covered, rows, keep_inputs=keep_inputs)
+        recording = Recording(
+            model,
+            coverage.covered,
+            rows,
+            keep_inputs=keep_inputs,
+            keeper=precision.keeper(),
+        )
         output = recording.forward(*as_call(batch.inputs))
         # any loss will do: shapes are all that is asked for
         sums = [t.float().sum() for t in float_tensors(output) if t.requires_grad]

@@ -27,6 +27,7 @@ from curvedp.layers import Coverage, PerExampleLoss, Recording, Synthesiser, as_
 from curvedp.layers.coverage import undisturbed
 from curvedp.layers.direct import float_tensors
 from curvedp.layers.io import DirectIO
+from curvedp.train.passes import ForwardPrecision
 from curvedp.train.settings import even_parts
 from curvedp.whitening import IdentityWhitener
 
@@ -52,6 +53,7 @@ def fitting_rows(
     expected_rows: float,
     slots: int = 1,
     size_is_public: bool,
+    precision: ForwardPrecision | None = None,
 ) -> int:
     """Rows of a physical batch: what a step mostly draws, in as few parts as fit.
 
@@ -64,9 +66,11 @@ def fitting_rows(
         expected_rows: rows that a step draws on average.
         slots: rows of one unit, which stay together.
         size_is_public: whether free memory may be looked at; see the module.
+        precision: what a pass keeps; a forward pass in less is not tried.
     """
     device = next(model.parameters()).device
-    trial = _Trial(model, coverage, synthesise, loss, rule, slots)
+    precision = precision or ForwardPrecision(None, model)
+    trial = _Trial(model, coverage, synthesise, loss, rule, slots, precision)
     memory = available_bytes(device, free=size_is_public)
     most = MOST_ROWS.get(device.type, MOST_ROWS["cpu"])
     units = max(1, min(most, trial.longest(memory)) // slots)
@@ -117,6 +121,7 @@ class _Trial:
         loss: PerExampleLoss | None,
         rule: ClippingRule,
         slots: int,
+        precision: ForwardPrecision,
     ) -> None:
         self._model = model
         self._coverage = coverage
@@ -124,6 +129,7 @@ class _Trial:
         self._loss = loss
         self._rule = rule.at(rule.first_threshold())
         self._slots = slots
+        self._precision = precision
         self._device = next(model.parameters()).device
         named = dict(model.named_parameters())
         self._parameters = {n: named[n] for n in coverage.parameters}
@@ -164,7 +170,13 @@ class _Trial:
             batch = self._synthesise(rows, generator)
             sites = self._rule.measured_sites
             covered = self._coverage.covered
-            recording = Recording(self._model, covered, rows, keep_inputs=sites)
+            recording = Recording(
+                self._model,
+                covered,
+                rows,
+                keep_inputs=sites,
+                keeper=self._precision.keeper(),
+            )
             output = recording.forward(*as_call(batch.inputs))
             torch.autograd.backward(self._total(output, batch.targets))
             ios = recording.layer_ios()

@@ -10,6 +10,12 @@ rounded to bfloat16 when they are captured, and *these* rounded values have the 
 that are measured and the sum that is released: both are computed from the same tensors,
 in float32 or float64 (:mod:`curvedp.layers.precision`). What an example contributes
 after clipping is at most C, whatever rounding made of its gradient.
+
+``precision="bf16-kept"`` computes in the model's own float32 and keeps in bfloat16:
+what waits for the backward pass and for the clipped sum takes half the memory
+(:mod:`curvedp.layers.kept`). The bound holds for the same reason: the rounded ``a`` and
+``d`` are the tensors whose norms are measured and whose sum is released, and rounding
+one example never looks at another.
 """
 
 from __future__ import annotations
@@ -24,19 +30,23 @@ from torch.utils._pytree import tree_map
 
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Coverage, LayerIO, PerExampleLoss, Recording, as_call
+from curvedp.layers.kept import Keeper
 from curvedp.layers.precision import NormPrecision
 
-__all__ = ["PRECISIONS", "ForwardPrecision", "RecordedPass", "chosen_norms"]
+__all__ = ["KEPT", "PRECISIONS", "ForwardPrecision", "RecordedPass", "chosen_norms"]
 
-#: Dtypes that a forward pass can be run in, whatever the model's own is.
-PRECISIONS = {"bf16": torch.bfloat16}
+#: Keeps in bfloat16 what is computed in the model's own precision.
+KEPT = "bf16-kept"
+
+#: By name, the dtype that autocast runs a forward pass in; None leaves the model's own.
+PRECISIONS = {"bf16": torch.bfloat16, KEPT: None}
 
 
 class ForwardPrecision:
-    """In which precision a model's forward pass is computed.
+    """In which precision a model's forward pass is computed, and what it keeps.
 
     Args:
-        name: "bf16", or None for the model's own.
+        name: "bf16", "bf16-kept", or None for the model's own.
         model: whose parameters stay what they are.
     """
 
@@ -49,12 +59,17 @@ class ForwardPrecision:
         found = {p.dtype for p in model.parameters()}
         if name is not None and torch.float64 in found:
             raise ConfigurationError(
-                f"precision={name!r} is for float32 models, and autocast leaves "
-                "float64 parameters as they are",
+                f"precision={name!r} is for float32 models, and this one has float64 "
+                "parameters, which stay as they are",
                 "call model.float() before, or leave precision out",
             )
+        self.keeps_short = name == KEPT
         self._dtype = None if name is None else PRECISIONS[name]
         self._device = next(model.parameters()).device.type
+
+    def keeper(self) -> Keeper | None:
+        """For one recorded pass: who keeps its tensors, if not as they are."""
+        return Keeper() if self.keeps_short else None
 
     @contextmanager
     def during_forward(self) -> Iterator[None]:
@@ -131,7 +146,11 @@ class RecordedPass:
             keep_inputs: sites whose inputs are asked for besides gradients.
         """
         recording = Recording(
-            self.model, self._coverage.covered, self.rows, keep_inputs=keep_inputs
+            self.model,
+            self._coverage.covered,
+            self.rows,
+            keep_inputs=keep_inputs,
+            keeper=self.precision.keeper(),
         )
         args, kwargs = as_call(inputs)
         with self.precision.during_forward():

@@ -97,7 +97,8 @@ class Trainer:
         labels: label rule of the probes, where the loss does not say it.
         cuda_graph: make each pass one CUDA graph; see :func:`curvedp.make_private`.
         compile: compile each pass; see :func:`curvedp.make_private`.
-        precision: "bf16" for bfloat16 autocast; see :func:`curvedp.make_private`.
+        precision: "bf16" for bfloat16 autocast, "bf16-kept" to keep in bfloat16 what
+            waits; see :func:`curvedp.make_private`.
         norm_precision: of the norms; see :func:`curvedp.make_private`.
         **settings: privacy settings, as for :func:`curvedp.make_private`.
     """

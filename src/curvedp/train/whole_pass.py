@@ -10,6 +10,7 @@ from curvedp.plan import Plan
 from curvedp.train.compiled import CompiledPass
 from curvedp.train.engine import Engine
 from curvedp.train.graph import GraphedPass
+from curvedp.train.passes import KEPT, ForwardPrecision
 
 __all__ = ["compilable", "recordable", "whole_pass"]
 
@@ -51,8 +52,16 @@ def whole_pass(
     return passed if recorded is None else engine.graphed(recorded)
 
 
-def compilable(loss: PerExampleLoss | None) -> PerExampleLoss:
-    """The loss, if there is one to compile."""
+def compilable(
+    loss: PerExampleLoss | None, precision: ForwardPrecision
+) -> PerExampleLoss:
+    """The loss, if there is one to compile and nothing is in the way."""
+    if precision.keeps_short:
+        raise ConfigurationError(
+            f"precision={KEPT!r} rounds what autograd saves, and a compiled pass "
+            "decides itself what it saves",
+            'leave compile out, or take precision="bf16"; cuda_graph works with both',
+        )
     if loss is None:
         raise ConfigurationError(
             "compile=True compiles the loss too, and make_private was given none",
