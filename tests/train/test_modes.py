@@ -40,7 +40,9 @@ MODES = {
     "kept": ({"precision": "bf16-kept"}, None, False),
     "kept-graphed": ({"precision": "bf16-kept"}, None, True),
     "kept-bf16-norms": (
-        {"precision": "bf16-kept", "norm_precision": "bf16"}, None, False,
+        {"precision": "bf16-kept", "norm_precision": "bf16"},
+        None,
+        False,
     ),
     "float32-norms": ({"norm_precision": "float32"}, None, False),
     "bf16-norms": ({"norm_precision": "bf16"}, None, False),
