@@ -32,6 +32,7 @@ MODES = {
     "eager": {},
     "compiled": {"compile": True},
     "bf16": {"precision": "bf16"},
+    "bf16 kept": {"precision": "bf16-kept"},
     "bf16, compiled": {"precision": "bf16", "compile": True},
     "float32 norms": {"norm_precision": "float32"},
     "bf16 norms": {"norm_precision": "bf16"},

@@ -15,7 +15,8 @@ does not hold all contestants together, each makes blocks of steps, in an order 
 rotates as well. A ratio is the median of the ratios within a round.
 
 "64" takes the batch in parts of 64 rows (what curvedp's loader does, and Opacus's
-BatchMemoryManager); a step is all of them. "graph" records the step as CUDA graphs.
+BatchMemoryManager); a step is all of them. "graph" records the step as CUDA graphs,
+"kept" computes in float32 and keeps in bfloat16 (``precision="bf16-kept"``).
 
 Memory is measured on the CPU in a child process for each contestant: the largest
 resident size (``VmHWM``) over two steps and attaching, less that after imports, model,

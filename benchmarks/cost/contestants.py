@@ -44,7 +44,7 @@ OURS, PARTS, WHITENED = "curvedp", "curvedp 64", "curvedp dp-kfc"
 PLAIN = "non-private"
 _MODES = ("hooks", "functorch", "ew", "ghost")
 #: Ours, by the words that follow: a number takes a batch in parts of so many rows,
-#: "graph" records the step. Norms in float32 ("float32") are slower than in float64 on
+#: "graph" records the step, "kept" keeps in bfloat16 what waits. Norms in float32 ("float32") are slower than in float64 on
 #: an H200, and are left out.
 OUR_WAYS = (
     OURS,
@@ -52,6 +52,10 @@ OUR_WAYS = (
     WHITENED,
     f"{OURS} graph",
     f"{WHITENED} graph",
+    f"{OURS} kept",
+    f"{WHITENED} kept",
+    f"{OURS} kept graph",
+    f"{WHITENED} kept graph",
 )
 #: A GPU takes a batch as a whole.
 CONTESTANTS = {
@@ -155,6 +159,8 @@ def attach(name, model, x, y, precision="float32", **probing):
     if "graph" in words:
         settings |= {"cuda_graph": True}
         settings |= {} if precision != "bf16" else {"precision": "bf16"}
+    if "kept" in words:
+        settings["precision"] = "bf16-kept"
     recipe = "dp-kfc" if whitened else "dp-sgd"
     return _ours(model, x, y, forward, rows, recipe, settings)
 

@@ -19,7 +19,14 @@ from torch.utils._pytree import tree_map
 
 from curvedp.clipping import FlatClipping
 from curvedp.errors import LoopError
-from curvedp.layers import Batch, Recording, as_call, cover, synthesiser_like
+from curvedp.layers import (
+    Batch,
+    Recording,
+    as_call,
+    costs,
+    cover,
+    synthesiser_like,
+)
 from curvedp.layers.direct import RuleServer
 from curvedp.layers.io import DirectIO
 from curvedp.layers.kept import Keeper
@@ -132,6 +139,24 @@ def one_row(x, i):
     if not isinstance(x, torch.Tensor):
         return x
     return x[i : i + 1].double() if x.is_floating_point() else x[i : i + 1]
+
+
+@pytest.mark.parametrize("net", ALL[::9], ids=str)
+def test_a_batch_in_pieces_is_the_same_batch(net, monkeypatch):
+    """Where memory is short, norm layers and sums take a few examples at a time."""
+    model = net.make()
+    coverage = cover(model, net.synthesiser(), loss)
+    batch = net.batch(SIZE, torch.Generator().manual_seed(5))
+    weights = torch.linspace(0.5, 1.5, SIZE)
+    whole = record(model, coverage, batch).layer_ios()
+    sums = [io.weighted_sum(weights) for io in whole]
+    lengths = [io.sq_norms() for io in whole]
+    monkeypatch.setattr(costs, "LEAN_CHUNK_ELEMENTS", {"cpu": 1})
+    pieces = record(model, coverage, batch).layer_ios()
+    for io, expected, squares in zip(pieces, sums, lengths, strict=True):
+        torch.testing.assert_close(io.sq_norms(), squares, rtol=1e-4, atol=1e-9)
+        for name, value in io.weighted_sum(weights).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
 
 # -- memory ----------------------------------------------------------------------------
@@ -249,7 +274,7 @@ class Busy(nn.Module):
             for _ in range(3):
                 x = torch.tanh(x * 1.1)
             x = x.clone().add_(0.1).relu_() if k % 3 else (x + 0).mul_(1.3)
-            self.seen.append((x.clone(), x.dtype))
+            self.seen.append(x.clone())
             x = layer(x)
             if k % 2:
                 x = F.leaky_relu_(x, 0.2)
@@ -263,7 +288,7 @@ def test_memory_that_is_used_again_is_not_mistaken():
     model.seen.clear()
     recording = Recording(model, coverage.covered, SIZE, keeper=Keeper())
     output = recording.forward((x,), {})
-    for k, (value, _) in enumerate(model.seen):
+    for k, value in enumerate(model.seen):
         (call,) = recording._calls[f"layers.{k}"]
         assert torch.equal(call.args[0], value.bfloat16()), k
     output.square().sum().backward()

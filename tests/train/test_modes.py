@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from curvedp import make_private
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch
+from curvedp.layers.costs import DenseShape, writes_down
 from curvedp.testing import reference
 from curvedp.train import compiled
 from curvedp.train.losses import LOSSES
@@ -270,14 +271,15 @@ def test_rounding_alone_is_no_fault_of_a_compiler():
     assert private.step == 1
 
 
-def test_a_float64_model_has_no_bf16_forward_pass():
+@pytest.mark.parametrize("precision", ["bf16", "bf16-kept"])
+def test_a_float64_model_has_no_bf16_forward_pass(precision):
     x, y = examples()
     own = network().double()
     with pytest.raises(ValueError, match="for float32 models"):
         make_private(
             own, torch.optim.SGD(own.parameters(), lr=0.1),
             TensorDataset(x.double(), y), loss="cross-entropy", noise_multiplier=1.0,
-            sample_rate=0.5, steps=1, expected_batch_size=6, precision="bf16",
+            sample_rate=0.5, steps=1, expected_batch_size=6, precision=precision,
         )  # fmt: skip
 
 
@@ -294,3 +296,56 @@ def test_bf16_rounds_the_forward_pass_and_keeps_the_rest():
         private.optimizer.step()
         break
     assert all(p.dtype == torch.float32 for p in private.model.module.parameters())
+
+
+def test_kept_is_refused_where_a_program_decides_what_is_saved():
+    x, y = examples()
+    own = network()
+    with pytest.raises(ConfigurationError, match="compiled pass") as refusal:
+        make_private(
+            own, torch.optim.SGD(own.parameters(), lr=0.1), TensorDataset(x, y),
+            loss="cross-entropy", noise_multiplier=1.0, sample_rate=0.5, steps=1,
+            expected_batch_size=6, precision="bf16-kept", compile=True,
+        )  # fmt: skip
+    assert "leave compile out" in str(refusal.value)
+
+
+def test_kept_computes_in_float32_and_keeps_in_bfloat16():
+    """The output is that of the model; inputs and output gradients wait rounded."""
+    x, y = examples()
+    private = attach("kept", x, y)
+    for batch in private.loader:
+        expected = network()(batch[0])
+        output = private.model(batch[0])
+        assert torch.equal(output, expected)
+        recording = private._engine._open.recording
+        (norm,), (last,) = recording._calls["2"], recording._calls["7"]
+        assert norm.tensors()[0].dtype == last.tensors()[0].dtype == torch.bfloat16
+        private.loss(output, batch[1]).backward()
+        assert last._d[0].dtype == torch.bfloat16
+        assert not norm.tensors()  # its gradients are written down
+        private.optimizer.step()
+        break
+    assert all(p.dtype == torch.float32 for p in private.model.module.parameters())
+
+
+def test_kept_decides_by_bytes_what_is_written_down():
+    """A gradient is float32: it takes less than inputs and gradients in half of it."""
+    x, y = examples()
+
+    def ways(**options):
+        own = nn.Sequential(
+            nn.Flatten(1, 2), nn.Linear(5, 8), nn.Flatten(), nn.Linear(48, 3)
+        )
+        private = make_private(
+            own, torch.optim.SGD(own.parameters(), lr=0.1), TensorDataset(x, y),
+            loss="cross-entropy", noise_multiplier=1.0, sample_rate=0.5, steps=1,
+            expected_batch_size=6, **options,
+        )  # fmt: skip
+        return {row.name: row.norms for row in private.explain().rows}
+
+    assert ways() == {"1": "written", "3": "product"}  # 40 elements in place of 78
+    assert ways(precision="bf16-kept") == {"1": "instantiate", "3": "product"}
+    assert writes_down(DenseShape(1, 4, 10, 5), 50, "cpu")
+    assert not writes_down(DenseShape(1, 4, 10, 5), 99, "cuda", lean=True)
+    assert writes_down(DenseShape(1, 4, 10, 5), 100, "cuda", lean=True)

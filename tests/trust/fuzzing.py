@@ -276,7 +276,7 @@ def runs(draw):
         "clipping": draw(st.sampled_from(clippings)),
         "physical_batch_size": draw(st.sampled_from([1, 2, 16])),
         "norm_precision": draw(st.sampled_from([None, "float32", "bf16"])),
-        "precision": draw(st.sampled_from([None, "bf16"])),
+        "precision": draw(st.sampled_from([None, "bf16", "bf16-kept"])),
     }
     if recipe in ("dp-kfc", "dp-ngd", "gep", "adadps"):
         options |= {"probe_size": 8, "probe_batches": 2}

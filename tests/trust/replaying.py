@@ -128,6 +128,7 @@ VARIATIONS = [
     {"physical_batch_size": 3},
     {"physical_batch_size": 1},
     {"precision": "bf16"},
+    {"precision": "bf16-kept"},
     {"norm_precision": "float32"},
     {"norm_precision": "bf16", "precision": "bf16", "physical_batch_size": 4},
     {"secure": True},

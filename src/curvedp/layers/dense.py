@@ -39,7 +39,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from curvedp.layers.costs import DenseShape, NormMethod, chunk_rows, writes_down
+from curvedp.layers.costs import (
+    DenseShape,
+    NormMethod,
+    chunk_rows,
+    lean_rows,
+    writes_down,
+)
 from curvedp.layers.gram import gram_sum
 from curvedp.layers.io import DirectIO, LayerIO, replace_examples
 from curvedp.layers.precision import (
@@ -177,8 +183,7 @@ class DenseIO(LayerIO):
         weight_sum: Tensor | None = None
         bias_sum: Tensor | None = None
         dtype = dtype or compute_dtype(self.calls[0][1])
-        weights = weights.to(dtype)
-        for x, d in self.calls:
+        for x, d, weights in self._pieces(weights.to(dtype)):
             x, d = x.to(dtype), d.to(dtype)
             if x.numel() < d.numel():  # which is the shorter pass over memory
                 scaled_x, scaled_d = _scaled(x, weights), d
@@ -199,6 +204,21 @@ class DenseIO(LayerIO):
             assert bias_sum is not None
             sums[self.bias] = bias_sum
         return sums
+
+    def _pieces(self, weights: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Calls with their weights; in parts of the batch where memory is short."""
+        rows = self.batch_size
+        if self.lean:
+            shape, device = self.shape, self.calls[0][1].device.type
+            each = sum(x[:1].numel() + d[:1].numel() for x, d in self.calls)
+            if device != "cpu":  # where patches are copied
+                positions = shape.groups * shape.positions
+                each = max(each, positions * (shape.inputs + shape.outputs))
+            rows = lean_rows(each, device)
+        for x, d in self.calls:
+            for start in range(0, len(x), rows):
+                part = slice(start, start + rows)
+                yield x[part], d[part], weights[part]
 
     def keep(self, mask: Tensor) -> DenseIO:
         calls = [
