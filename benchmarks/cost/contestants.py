@@ -44,8 +44,8 @@ OURS, PARTS, WHITENED = "curvedp", "curvedp 64", "curvedp dp-kfc"
 PLAIN = "non-private"
 _MODES = ("hooks", "functorch", "ew", "ghost")
 #: Ours, by the words that follow: a number takes a batch in parts of so many rows,
-#: "graph" records the step, "kept" keeps in bfloat16 what waits. Norms in float32 ("float32") are slower than in float64 on
-#: an H200, and are left out.
+#: "graph" records the step, "kept" keeps in bfloat16 what waits. Norms in float32
+#: ("float32") are slower than in float64 on an H200, and are left out.
 OUR_WAYS = (
     OURS,
     PARTS,

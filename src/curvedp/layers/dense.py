@@ -183,18 +183,18 @@ class DenseIO(LayerIO):
         weight_sum: Tensor | None = None
         bias_sum: Tensor | None = None
         dtype = dtype or compute_dtype(self.calls[0][1])
-        for x, d, weights in self._pieces(weights.to(dtype)):
+        for x, d, c in self._pieces(weights.to(dtype)):
             x, d = x.to(dtype), d.to(dtype)
             if x.numel() < d.numel():  # which is the shorter pass over memory
-                scaled_x, scaled_d = _scaled(x, weights), d
+                scaled_x, scaled_d = _scaled(x, c), d
             else:
-                scaled_x, scaled_d = x, _scaled(d, weights)
+                scaled_x, scaled_d = x, _scaled(d, c)
             part = self.geometry.weight_sum(scaled_x, scaled_d)
             weight_sum = part if weight_sum is None else weight_sum + part
             if self.bias is not None:
                 rows = self.geometry.output_rows(scaled_d)  # [B, G, T, r]
                 if scaled_d is d:
-                    part = torch.tensordot(weights, rows.sum(2), 1).flatten()
+                    part = torch.tensordot(c, rows.sum(2), 1).flatten()
                 else:
                     part = rows.sum((0, 2)).flatten()
                 bias_sum = part if bias_sum is None else bias_sum + part

@@ -96,7 +96,7 @@ class Keeper:
         storage = x.untyped_storage()
         found = self._memories.get(storage._cdata)
         if found is None:
-            found = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage))
+            found = self._memories[storage._cdata] = _Memory(_weakly(storage))
         return found
 
     def _shorten_saved(self, memory: _Memory) -> None:
@@ -188,11 +188,15 @@ def _rounded(memory: _Memory, x: Tensor) -> Tensor:
     storage = None if known is None else _alive(known)
     if storage is None:
         copy = source.to(torch.bfloat16, memory_format=torch.contiguous_format)
-        memory.copies[key] = StorageWeakRef(copy.untyped_storage())
+        memory.copies[key] = _weakly(copy.untyped_storage())
     else:
         copy = torch.empty(0, dtype=torch.bfloat16, device=x.device)
-        copy.set_(storage, 0, (elements,), (1,))  # type: ignore[call-overload]
+        copy.set_(storage, 0, (elements,), (1,))
     return copy.as_strided(shape, stride, offset)
+
+
+def _weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def _alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:

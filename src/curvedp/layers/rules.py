@@ -194,7 +194,7 @@ def _norm(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
     lean = any(call.lean for call in calls)
     for x, d in _used(calls):
         rows = lean_rows(x[:1].numel(), x.device.type) if lean else max(1, len(x))
-        pairs = zip(x.split(rows), d.split(rows), strict=True)
+        pairs = zip(torch.split(x, rows), torch.split(d, rows), strict=True)
         parts = [_norm_gradients(site, module, *pair) for pair in pairs]
         for full in site.parameters.values():
             pieces = [part[full] for part in parts]
