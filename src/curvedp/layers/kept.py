@@ -9,7 +9,8 @@ lets the float32 ones go:
 - whatever autograd saves that lies in the same memory as an input or an output of a
   layer: a ReLU's result that is the next layer's input, queries, keys and values.
 
-Autograd gets them back as float32 tensors. All else stays as it is: parameters, buffers
+Autograd gets them back as float32 tensors (a ReLU, which looks at signs, as they are).
+All else stays as it is: parameters, buffers
 and the pass's own inputs, which others hold anyway; means, deviations and sums of
 exponentials, from which an operation takes differences; inputs of modules without a
 rule, which are run again.
@@ -155,9 +156,9 @@ class _Saved:
             self._kept, self._version = _rounded(memory, self._kept), None
 
     def opened(self) -> Tensor:
-        """As autograd needs it: in float32."""
+        """As autograd needs it: in float32, but for an operation that takes any."""
         if self._version is None:
-            return self._kept.to(torch.float32)
+            return self._kept if _signs_suffice() else self._kept.to(torch.float32)
         if self._version != version(self._kept):
             raise LoopError(
                 "a tensor that the backward pass needs was modified in place after it "
@@ -165,6 +166,16 @@ class _Saved:
                 "use the out-of-place form of the operation",
             )
         return self._kept
+
+
+def _signs_suffice() -> bool:
+    """Whether the operation that asks lets a gradient pass where this is positive.
+
+    It takes a bfloat16 tensor beside a float32 gradient, and one copy less is alive
+    where most of them are.
+    """
+    node = getattr(torch._C, "_current_autograd_node", lambda: None)()
+    return node is not None and node.name() == "ReluBackward0"
 
 
 def _opened(saved: Any) -> Tensor:
