@@ -206,6 +206,66 @@ def test_output_gradients_wait_in_half_the_bytes():
     assert after_backward(Keeper()) <= 0.6 * after_backward(None)
 
 
+class Deep(nn.Module):
+    """Residual blocks of convolutions and norms, with few weights."""
+
+    def __init__(self, width=16, blocks=3):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(4, width) for _ in range(2 * blocks))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(width, width, 3, padding=1) for _ in range(2 * blocks)
+        )
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        x, inner = self.stem(x), 0.0
+        for k, (norm, conv) in enumerate(zip(self.norms, self.convs, strict=True)):
+            inner = conv(F.relu(norm(inner if k % 2 else x)))
+            x = x + inner if k % 2 else x
+        return self.head(x.mean((2, 3)))
+
+
+def test_the_peak_is_lower_and_norms_and_convolutions_need_no_whole_input(monkeypatch):
+    """Three float32 tensors under way: the residual's gradient, and a layer's two."""
+    monkeypatch.setattr(costs, "LEAN_CHUNK_ELEMENTS", {"cpu": 2**13})
+    torch.manual_seed(0)
+    model, x = Deep(), torch.rand(32, 3, 12, 12)
+    coverage = cover(model, synthesiser_like(Batch(x[:1], None), model), None)
+    one = 32 * 16 * 12 * 12 * 4
+
+    def peak(forward):
+        with LiveBytes([*model.parameters(), x]) as live:
+            output = forward(x)
+            kept = live.now()
+            output.square().sum().backward()
+        return kept, live.peak
+
+    ordinary = peak(model)[1]
+    recording = Recording(model, coverage.covered, len(x), keeper=Keeper())
+    kept, found = peak(lambda x: recording.forward((x,), {}))
+    assert found <= 0.7 * ordinary
+    assert found <= kept + 4.4 * one  # and what is written down
+    plain = Recording(model, coverage.covered, len(x))
+    plain.forward((x,), {}).square().sum().backward()
+    exact = rows(plain.layer_ios())
+    assert (rows(recording.layer_ios()) - exact).norm() <= FAR * exact.norm()
+
+
+def test_a_forward_that_was_put_on_a_norm_layer_stays_there():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    x = torch.randn(SIZE, 4)
+    coverage = cover(model, synthesiser_like(Batch(x[:1], None), model), None)
+    own = model[1].forward
+    model[1].forward = patched = lambda x: 2 * own(x)
+    recording = Recording(model, coverage.covered, SIZE, keeper=Keeper())
+    torch.testing.assert_close(recording.forward((x,), {}), model(x))
+    assert model[1].forward is patched
+    del model[1].forward
+    Recording(model, coverage.covered, SIZE, keeper=Keeper()).forward((x,), {})
+    assert "forward" not in vars(model[1])
+
+
 def test_views_of_one_memory_share_a_copy_and_a_small_view_has_its_own():
     keeper, x = Keeper(), torch.randn(4, 6, 10)
     whole, part = keeper.short(x), keeper.short(x[:, :3].transpose(1, 2))

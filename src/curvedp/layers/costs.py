@@ -160,7 +160,7 @@ def chunk_rows(
 
 
 def lean_rows(each: int, device: str) -> int:
-    """Examples of so many elements that are computed at once where memory is short."""
+    """Examples, of so many elements of scratch, at once where memory is short."""
     limits = LEAN_CHUNK_ELEMENTS
     return max(1, limits.get(device, limits["cpu"]) // max(1, each))
 

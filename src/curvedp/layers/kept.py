@@ -60,6 +60,7 @@ class Keeper:
 
     def __init__(self, left: Iterable[Tensor] = ()) -> None:
         self._memories: dict[int, _Memory] = {}
+        self._unread: _Memory | None = None
         self.leave(left)
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
@@ -71,6 +72,17 @@ class Keeper:
     def during_forward(self) -> AbstractContextManager[Any]:
         """Around the forward pass, whose saved tensors are kept here."""
         return saved_tensors_hooks(self._pack, _opened)
+
+    def unread(self, x: Any) -> None:
+        """What autograd saves of this, until told otherwise, is its shape; None ends.
+
+        For an operation whose backward pass never looks at the values.
+        """
+        self._unread = self._memory(x) if _can_be_short(x) else None
+
+    def takes(self, x: Any) -> bool:
+        """Whether it would be rounded."""
+        return _can_be_short(x) and not self._memory(x).left
 
     def inputs(self, values: Any) -> Any:
         """Arguments of a layer as they are kept: float32 tensors rounded."""
@@ -112,6 +124,8 @@ class Keeper:
         if not _can_be_short(x):
             return x.detach() if type(x) is Tensor else x
         memory = self._memory(x)
+        if memory is self._unread:
+            return _Shape(x)
         if memory.left:
             return x.detach()
         saved = _Saved(x)
@@ -168,6 +182,17 @@ class _Saved:
         return self._kept
 
 
+class _Shape:
+    """Of a tensor whose values nobody will read."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._shape, self._device = x.shape, x.device
+
+    def opened(self) -> Tensor:
+        """A tensor of the shape that takes the memory of one number."""
+        return torch.zeros((), device=self._device).expand(self._shape)
+
+
 def _signs_suffice() -> bool:
     """Whether the operation that asks lets a gradient pass where this is positive.
 
@@ -179,7 +204,8 @@ def _signs_suffice() -> bool:
 
 
 def _opened(saved: Any) -> Tensor:
-    tensor: Tensor = saved.opened() if isinstance(saved, _Saved) else saved
+    known = isinstance(saved, _Saved | _Shape)
+    tensor: Tensor = saved.opened() if known else saved
     return tensor
 
 
