@@ -452,3 +452,27 @@ def test_writing_over_what_the_backward_pass_needs_is_refused():
     model.writes = True
     with pytest.raises(LoopError, match="modified in place"):
         record(model, coverage, Batch(x, None), squares)
+
+
+def test_the_input_of_a_convolution_may_be_used_elsewhere():
+    """The shape alone is kept of what the convolution saves, and of nothing else."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+            self.head = nn.Linear(16, 2)
+
+        def forward(self, x):
+            x = self.first(x)
+            before = x * x.square()
+            return self.head((self.second(x) + before + x * x).flatten(1))
+
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(SIZE, 3, 4, 4)
+    coverage = cover(model, synthesiser_like(Batch(x[:1], None), model), None)
+    exact, found = (
+        rows(record(model, coverage, Batch(x, None), squares, short=short).layer_ios())
+        for short in (False, True)
+    )
+    assert 0 < (found - exact).norm() <= FAR * exact.norm()

@@ -32,7 +32,7 @@ from curvedp.layers.functional import call_with
 from curvedp.layers.io import DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.joined import joined
 from curvedp.layers.kept import Keeper, version
-from curvedp.layers.lean import lean_forward, reads_no_input
+from curvedp.layers.lean import lean_forward
 from curvedp.layers.precision import exact
 from curvedp.layers.refuse import refuse_checkpointing
 from curvedp.layers.rewrite import RewrittenServer, forwards
@@ -117,7 +117,8 @@ class Recording:
                     )
                     rewritten[module] = item.server.bound(module, site, tape)
                 else:
-                    handles += self._leaner(item, module, rewritten)
+                    lean = self._keeper if isinstance(item.server, RuleServer) else None
+                    rewritten |= {} if lean is None else lean_forward(module, lean)
                     hook = self._hook(item)
                     handles.append(module.register_forward_hook(hook, with_kwargs=True))
             for full, value in (parameters or {}).items():
@@ -130,33 +131,6 @@ class Recording:
         self._check_buffers(buffers)
         _refuse_copies(output)
         return output
-
-    def _leaner(
-        self,
-        item: Covered,
-        module: nn.Module,
-        forwards: dict[nn.Module, Callable[..., Any]],
-    ) -> list[Any]:
-        """Let a layer need less memory where that is asked for; hooks to remove."""
-        keeper = self._keeper
-        if keeper is None or not isinstance(item.server, RuleServer):
-            return []
-        forward = lean_forward(module, keeper)
-        if forward is not None:
-            forwards[module] = forward
-        if not reads_no_input(module):
-            return []
-
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            keeper.unread(args[0] if args else None)
-
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            keeper.unread(None)
-
-        return [
-            module.register_forward_pre_hook(before),
-            module.register_forward_hook(after),
-        ]
 
     def _keeping(self, values: Mapping[str, Tensor], *given: Any) -> Any:
         """Around the forward pass: what it saves goes to the keeper."""

@@ -21,25 +21,35 @@ from torch import Tensor, nn
 from curvedp.layers.costs import lean_rows
 from curvedp.layers.kept import Keeper
 
-__all__ = ["lean_forward", "reads_no_input"]
+__all__ = ["lean_forward"]
 
 
-def reads_no_input(module: nn.Module) -> bool:
-    """Whether the layer's backward pass never looks at the values of its input."""
-    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    # other paddings save the input as well, and not for a weight
-    return isinstance(module, kinds) and module.padding_mode == "zeros"
+def lean_forward(
+    module: nn.Module, keeper: Keeper
+) -> dict[nn.Module, Callable[..., Any]]:
+    """By a module that a rule serves, another forward; empty if it has none."""
+    if "forward" in vars(module):  # somebody has put one there
+        return {}
+    if isinstance(module, nn.GroupNorm | nn.LayerNorm):
+        return {module: partial(_norm, module, keeper)}
+    if isinstance(module, _CONVOLUTIONS) and module.padding_mode == "zeros":
+        # other paddings save the input as well, and not for a weight
+        return {module: partial(_convolution, module, keeper)}
+    return {}
 
 
-def lean_forward(module: nn.Module, keeper: Keeper) -> Callable[..., Any] | None:
-    """Another forward of a norm layer that a rule serves; None for other layers."""
-    own = "forward" in vars(module)  # somebody has put another one there
-    if isinstance(module, nn.GroupNorm | nn.LayerNorm) and not own:
-        return partial(_forward, module, keeper)
-    return None
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def _forward(module: nn.GroupNorm | nn.LayerNorm, keeper: Keeper, input: Tensor) -> Any:
+def _convolution(module: nn.Module, keeper: Keeper, input: Tensor) -> Any:
+    keeper.unread(input)
+    try:
+        return type(module).forward(module, input)
+    finally:
+        keeper.unread(None)
+
+
+def _norm(module: nn.GroupNorm | nn.LayerNorm, keeper: Keeper, input: Tensor) -> Any:
     if not input.requires_grad or not keeper.takes(input):
         return type(module).forward(module, input)  # type: ignore[arg-type]
     return _InPieces.apply(input, module, keeper)  # type: ignore[no-untyped-call]
