@@ -258,7 +258,7 @@ def correlated_table(epsilon: float, start: str | None) -> Table:
             own.recipe, own.fixed, own.searched,
             math.prod(len(values) for values in own.searched.values()), grid=True,
         )
-        for name, own in correlated.arms(epsilon).items()
+        for name, own in correlated.arms(epsilon, start).items()
     }  # fmt: skip
     return Table(
         "correlated", "cifar10", "small-cnn", NGD_BATCH, NGD_EPOCHS, arms,

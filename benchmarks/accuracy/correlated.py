@@ -19,6 +19,8 @@ RATES = {
     2.0: [2.0, 4.0, 8.0, 16.0],
     5.0: [2.0, 4.0, 8.0, 16.0],
 }
+#: Where a first search chose its lowest rate it has one more, below.
+ONE_LOWER = {(2.0, None): ("dp-bandmf", "noisecurve synthetic", "noisecurve public")}
 BANDS = [1, 4, 8, 16]
 NORMALISED = {"clipping": "normalised", "clip_norm": 1.0}
 PUBLIC = {"spectrum_probe": "public", "spectrum_size": 500}
@@ -31,7 +33,7 @@ WHITENED = {
 }
 
 
-def arms(epsilon):
+def arms(epsilon, start):
     """The arms of a table, by name."""
     rates = RATES[epsilon]
 
@@ -41,7 +43,7 @@ def arms(epsilon):
             recipe=recipe, fixed={**fixed, **NORMALISED}, searched=searched
         )
 
-    return {
+    found = {
         "dp-sgd": SimpleNamespace(
             recipe="dp-sgd",
             fixed={"clip_norm": 1.0},
@@ -56,6 +58,9 @@ def arms(epsilon):
         "noisecurve public": correlated("noisecurve", **PUBLIC),
         "dp-kfc+noisecurve": correlated("dp-kfc+noisecurve", **WHITENED),
     }
+    for name in ONE_LOWER.get((epsilon, start), ()):
+        found[name].searched["learning_rate"] = [rates[0] / 2, *rates]
+    return found
 
 
 def same_run(arm, settings):

@@ -173,3 +173,15 @@ def test_bands_are_chosen_for_the_spectrum():
 def test_what_has_no_such_design_is_refused(recipe, settings):
     with pytest.raises(ConfigurationError):
         RECIPES[recipe].configure(**settings)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_one_band_needs_no_spectrum(recipe, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("searched for a spectrum")
+
+    monkeypatch.setattr("curvedp.train.attach.find_design", refuse)
+    private = attach(recipe, bands=1)
+    assert "noise" not in private.plan.facts()
+    with pytest.raises(AssertionError, match="searched"):
+        attach(recipe, bands=2)

@@ -239,6 +239,11 @@ class Recipe:
         return self.probes or self.pretrains or self.eigenvalues is not None
 
     @property
+    def is_correlated(self) -> bool:
+        """Whether noise of different steps may be: one band is independent noise."""
+        return self.correlation is not None and self.correlation.bands != 1
+
+    @property
     def pretrains(self) -> bool:
         """Whether public data is trained on before the first private step."""
         return self.pretraining is not None and self.pretraining.pretrain_epochs > 0

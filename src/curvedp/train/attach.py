@@ -188,7 +188,7 @@ def make_private(
     folder = None if run_dir is None else Path(run_dir)
     if start is not None:
         start.take(model, _required(checked_loss, chosen), streams)
-    if chosen.eigenvalues is not None:
+    if chosen.eigenvalues is not None and chosen.is_correlated:
         designed = stored_design(folder) or find_design(
             model,
             coverage,
