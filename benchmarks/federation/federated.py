@@ -1,6 +1,7 @@
 """Federated methods against each other: DP-FedSOFIM's table, and whitening clients.
 
-Two studies, both with 20 clients that take one gradient of all their records a round:
+Two studies with 20 clients, which send one clipped gradient a round: of all their
+records, or in the second of a tenth that each draws in secret.
 
 cifar    CIFAR-10, features of a frozen ResNet-20 that was trained on CIFAR-100, linear
          head, 70 rounds: the setting of DP-FedSOFIM's table 1. Under its account (every

@@ -12,6 +12,8 @@ from curvedp.federated import FederatedPlan, Federation, View
 
 CLIENTS, DELTA = 20, 1e-5
 ROUNDS = {"cifar": 70, "fashion": 100}
+#: Part of its records that a client draws for a round, in secret.
+RECORD_RATE = {"cifar": 1.0, "fashion": 0.1}
 NOISE_FILE = Path(__file__).parents[1] / "results" / "federated_noise.json"
 #: Epsilons of the study; infinity is the row without noise.
 EPSILONS = {"cifar": (0.5, 1.0, 2.0, 5.0, 10.0, math.inf), "fashion": (2.0,)}
@@ -92,13 +94,21 @@ def trials(group):
             yield {"step": step, "settings": {**of_step(step), **more}}
 
 
+def federation(study, sizes, relation, rounds=None):
+    """Clients that declare these sizes, in a run of the study."""
+    return Federation(
+        tuple(sizes), rounds or ROUNDS[study], relation=relation,
+        record_rate=RECORD_RATE[study],
+    )  # fmt: skip
+
+
 def write_noise(path):
     """Noise over what a record moves, in one round, that each epsilon takes."""
     found = {}
     for study, epsilons in EPSILONS.items():
         for relation in ("add-remove", "replace-one"):
             for epsilon in filter(math.isfinite, epsilons):
-                one = Federation((1000.0,), ROUNDS[study], relation=Relation(relation))
+                one = federation(study, (1000.0,), Relation(relation))
                 plan = FederatedPlan.make(
                     one, "trusted-aggregate", bound=1.0, delta=DELTA, epsilon=epsilon
                 )  # fmt: skip
@@ -118,5 +128,5 @@ def noise_for(group, sizes):
         return 1e-9
     view, relation = ACCOUNTS[group["account"]]
     name = f"{group['study']} {relation.value} {group['epsilon']:g}"
-    federation = Federation(tuple(sizes), ROUNDS[group["study"]], relation=relation)
-    return _noise_table()[name] / federation.seen_noise(view, 1.0)
+    own = federation(group["study"], sizes, relation)
+    return _noise_table()[name] / own.seen_noise(view, 1.0)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
 import torch
 from records import records_for
-from studies import ARMS, CLIENTS, DELTA, LEAST, ROUNDS, noise_for
+from studies import (
+    ARMS,
+    CLIENTS,
+    DELTA,
+    LEAST,
+    RECORD_RATE,
+    ROUNDS,
+    federation,
+    noise_for,
+)
 
 from curvedp.barrier import Relation
 from curvedp.data import ArrayDataset
-from curvedp.federated import Client, FederatedPlan, Federation, Server, Shared
+from curvedp.federated import Client, FederatedPlan, Server, Shared
 from curvedp.federated.partition import dirichlet_partition, iid_partition
 from curvedp.federated.rounds import asking, run_rounds
 from curvedp.layers import Batch
@@ -43,7 +53,7 @@ def run(spec, folder, device, *, final, apart=False, rounds=None, rows=None):
     recipe = _recipe(spec)
     relation = Relation.ZERO_OUT if own_sizes else Relation.ADD_REMOVE
     plan = FederatedPlan.make(
-        Federation(tuple(sizes), rounds, relation=relation),
+        federation(study, sizes, relation, rounds),
         "each-client",  # every share is as planned; whose view it is changes no number
         bound=recipe.clip_norm,
         delta=min(DELTA, 0.1 / len(y)),
@@ -56,7 +66,7 @@ def run(spec, folder, device, *, final, apart=False, rounds=None, rows=None):
         number: Client(
             number, client_side,
             ArrayDataset(x[_on(part, device)], y[_on(part, device)]),
-            physical_batch_size=min(rows, len(part)),
+            physical_batch_size=min(rows, _most_drawn(len(part), RECORD_RATE[study])),
             unsafe_reproducible_noise=1000 + spec["seed"],
         )
         for number, part in enumerate(parts)
@@ -81,6 +91,12 @@ def run(spec, folder, device, *, final, apart=False, rounds=None, rows=None):
         "rounds": rounds, "final": final, "seconds": time.perf_counter() - started,
         "device": device,
     }  # fmt: skip
+
+
+def _most_drawn(size, rate):
+    """Rows for nearly every draw of so many records."""
+    mean = rate * size
+    return min(size, 8 * math.ceil((mean + 4 * math.sqrt(mean)) / 8))
 
 
 def _on(part, device):
