@@ -40,8 +40,8 @@ __all__ = [
 #: Elements of scratch memory that a chunk may take: on a CPU what its caches hold.
 CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**28}
 
-#: The same where memory goes before time. On a GPU half a gigabyte of float64: less
-#: would make norms slower, and frees nothing at the peak, which is in the backward pass.
+#: The same where memory goes before time. On a GPU half a gigabyte of float64: with
+#: less, norms are slower, and nothing is freed at the peak, in the backward pass.
 LEAN_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 #: How much larger than inputs and output gradients the gradients may be that a layer

@@ -190,6 +190,21 @@ class LowRankRoot:
         return x * flat + rows_by(rows_by(x, q) * extra, q.mT)
 
     @cached_property
+    def extra(self) -> Tensor:
+        """``L - t``, ``[G, 1, k]``: what values are above the tail."""
+        return (self.values - self.tail[:, None]).unsqueeze(-2)
+
+    @cached_property
+    def squared_tail(self) -> Tensor:
+        """``t^2``, ``[G]``."""
+        return self.tail.square()
+
+    @cached_property
+    def squared_largest(self) -> Tensor:
+        """``||R||^2``."""
+        return self.largest.square()
+
+    @cached_property
     def squared(self) -> tuple[Tensor, Tensor]:
         """``U [G, n, k]`` and ``w [G, k]`` with ``R^2 = t^2 I + U diag(w) U^T``.
 

@@ -61,7 +61,7 @@ def sq_norms(
     """
     t, p, r = a.shape[2], a.shape[3], d.shape[3]
     ones = 1.0 if bias else 0.0
-    tail = root.tail.square()
+    tail = root.squared_tail
     w = root.squared[1].unsqueeze(-2)  # [G, 1, k]
     if t > 1 and method is NormMethod.GRAM:
         au = _projected(a, root)
@@ -91,7 +91,7 @@ def _not_below(
 ) -> tuple[Tensor, Tensor]:
     """Raised by what rounding can hide of inner products of so many terms."""
     terms = 8 * (terms + root.vectors.shape[-1])
-    hidden = terms * ROUNDING[torch.float64] * root.largest**2 * spread
+    hidden = (terms * ROUNDING[torch.float64]) * (root.squared_largest * spread)
     return squares.clamp_min(0) + hidden, spread
 
 
@@ -121,8 +121,9 @@ def times(
     p = weight.shape[-1]
     q = root.vectors.to(weight.dtype)
     own, last = q[:, :p], q[:, p:]
-    tail = scale * root.tail[:, None, None].to(weight.dtype)
-    extra = scale * (root.values - root.tail[:, None]).unsqueeze(-2)
+    tail, extra = root.tail[:, None, None].to(weight.dtype), root.extra
+    if scale != 1:
+        tail, extra = scale * tail, scale * extra
     inside = weight @ own
     if bias is not None:
         inside += bias * last
