@@ -476,3 +476,26 @@ def test_the_input_of_a_convolution_may_be_used_elsewhere():
         for short in (False, True)
     )
     assert 0 < (found - exact).norm() <= FAR * exact.norm()
+
+
+class Gated(nn.Module):
+    """Parts that share memory and are written to, each with a version of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.head = nn.Linear(4, 8), nn.Linear(4, 2)
+
+    def forward(self, x):
+        gate, value = self.both(x).unsafe_chunk(2, 1)
+        return self.head(gate.sigmoid_() * value.tanh_())
+
+
+def test_a_part_that_was_written_to_is_not_taken_from_before_the_write():
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(SIZE, 4)
+    coverage = cover(model, synthesiser_like(Batch(x[:1], None), model), None)
+    exact, found = (
+        rows(record(model, coverage, Batch(x, None), squares, short=short).layer_ios())
+        for short in (False, True)
+    )
+    assert 0 < (found - exact).norm() <= FAR * exact.norm()

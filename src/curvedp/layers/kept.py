@@ -25,7 +25,8 @@ its example contributes nothing.
 *One copy.* All views of one piece of memory share one rounded copy, which lives as long
 as any of them. Memory that was freed cannot be mistaken for what is in its place now:
 a weak reference to every storage that was seen keeps its identity from being used
-again. A tensor that is written to has another copy from then on.
+again. A tensor that is written to has another copy from then on, and where it is a part
+of its memory, one of its own.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ class _Memory:
         left: it stays as it is.
         wanted: it is an input or an output of a layer.
         saved: what autograd saved before that was known.
-        copies: rounded copies, weakly, by version and, for a small view, its place.
+        copies: rounded copies, weakly, by version and, for what is copied alone, its
+            place.
     """
 
     reference: StorageWeakRef
@@ -215,7 +217,9 @@ def _rounded(memory: _Memory, x: Tensor) -> Tensor:
     elements = x.untyped_storage().nbytes() // x.element_size()
     shape, stride, offset = tuple(x.shape), x.stride(), x.storage_offset()
     key: tuple[Any, ...] = (version(x),)
-    if x.numel() < SMALLEST_PART * elements:
+    # parts of an unsafe split have a version each: after a write it tells of one alone
+    written = version(x) > 0 and x.numel() < elements
+    if written or x.numel() < SMALLEST_PART * elements:
         key = (version(x), shape, stride, offset)
         source, offset = x.contiguous(), 0
         elements, stride = source.numel(), source.stride()
