@@ -7,6 +7,9 @@ import torch
 from nets import composed
 
 from curvedp.whitening import IdentityWhitener, LayerwiseWhitener, own_map, refill
+from curvedp.whitening.diagonal import DiagonalMap
+from curvedp.whitening.maps import KroneckerMap
+from curvedp.whitening.roots import DiagonalRoot, IdentityRoot
 
 from .maps import WHITENINGS, build, factors, recorded, trainable
 
@@ -144,3 +147,66 @@ def test_a_map_of_ones_own_kind_is_taken_as_it_is():
     assert own_map(mine) is mine
     assert refill(mine, mine, CPU)
     assert not refill(mine, Elsewhere(), CPU)
+
+
+class Foreign:
+    """A map of one layer that is not of this package, with a number that moves."""
+
+    names = ("a",)
+
+    def __init__(self):
+        self.scale = 1.0
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("copied")
+
+
+def test_a_map_with_a_part_of_ones_own_kind_is_taken_as_it_is():
+    foreign, scales = Foreign(), torch.ones(2, 3)
+    first, second = (
+        LayerwiseWhitener([foreign, DiagonalMap({"b": k * scales})], ["a", "b"])
+        for k in (1, 2)
+    )
+    own = own_map(first)
+    assert own is first
+    assert not refill(own, second, CPU)
+    assert torch.equal(scales, torch.ones(2, 3))
+
+
+def of_two_layers(first, second):
+    """Maps of two layers from what stands for each of them."""
+    if isinstance(first, torch.Tensor):
+        maps = [DiagonalMap({"a": first}), DiagonalMap({"b": second})]
+    else:
+        maps = [
+            KroneckerMap(name, None, torch.Size([2, 3]), 1, IdentityRoot(), root)
+            for name, root in (("a", first), ("b", second))
+        ]
+    return LayerwiseWhitener(maps, ["a", "b"])
+
+
+ONES = torch.ones(3, 3)
+#: What two layers have in common in the recorded map; what they have in the next one.
+COMMON = {
+    "one root": (
+        (DiagonalRoot(ONES[0]),) * 2,
+        (DiagonalRoot(2 * ONES[0]), DiagonalRoot(3 * ONES[0])),
+    ),
+    "one tensor": ((ONES[:2],) * 2, (2 * ONES[:2], 3 * ONES[:2])),
+    "one memory": ((ONES[:2], ONES[1:]), (2 * ONES[:2], 3 * ONES[:2])),
+    "entries": (
+        (torch.ones(8).as_strided((2, 3), (1, 1)), ONES[:2]),
+        (torch.arange(1.0, 7).reshape(2, 3), ONES[:2]),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", COMMON)
+def test_what_layers_had_in_common_they_need_not_have_later(what):
+    first, second = (of_two_layers(*roots) for roots in COMMON[what])
+    values = {"a": torch.ones(2, 3), "b": torch.ones(2, 3)}
+    own = own_map(first)
+    own.apply(values)
+    wanted = second if refill(own, second, CPU) else first
+    for name, value in own.apply(values).items():
+        assert torch.equal(value, wanted.apply(values)[name]), name
