@@ -109,14 +109,19 @@ GOOD = {"count": 280, "least": 1e-3, "slope": 1.0, "power": 0.5}
         {"largest": [-1.0]},
         {"largest": [1.0] * (SIZE + 1)},
         {"largest": "much"},
+        {"largest": "321"},
+        {"largest": [10**400]},
         {"largest": None},
         {"tail": {**GOOD, "count": 10**12}},
         {"tail": {**GOOD, "count": 2.5}},
         {"tail": {**GOOD, "slope": -1.0}},
+        {"tail": {**GOOD, "slope": 1e308}},
+        {"tail": {**GOOD, "least": 0.0}},
         {"tail": {**GOOD, "power": "2"}},
         {"tail": {"count": 3}},
         {"seen": [1.0]},
         {"seen": "same"},
+        {"seen": [10**400, 1.0]},
     ],
 )
 def test_a_file_that_says_something_impossible_is_found_again(wrong):
@@ -140,6 +145,12 @@ def test_a_cache_that_cannot_be_written_is_not_needed(monkeypatch, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    search = Search(matrix())
+    assert search() == search() and search.found == 2
+
+
+def test_a_cache_that_cannot_be_looked_at_is_not_needed(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("long" * 100)))
     search = Search(matrix())
     assert search() == search() and search.found == 2
 

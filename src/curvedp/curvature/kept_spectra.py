@@ -109,18 +109,20 @@ def _write(path: Path, seen: tuple[float, float], found: CurvatureSpectrum) -> N
 def _read(
     path: Path, seen: tuple[float, float], size: int, provenance: Provenance
 ) -> CurvatureSpectrum | None:
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         stored = parse_json(read_regular(path, _EACH * size + _REST))
         if not _alike(seen, stored["seen"]):
             raise ValueError("the matrix at hand is another one")
+        if not all(map(is_number, stored["largest"])):
+            raise ValueError("its eigenvalues are not all numbers")
         largest = tuple(map(float, stored["largest"]))
         if not largest or len(largest) > size or not _falls(largest):
             raise ValueError("its eigenvalues do not descend from a positive number")
         tail = None if stored["tail"] is None else _tail(stored["tail"], size)
         return CurvatureSpectrum(largest, size, tail, provenance)
-    except (OSError, ValueError, KeyError, TypeError, CurvedpError) as error:
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
         _log.warning("the cached spectrum %s is not used: %s", path, brief(error))
         return None
 
@@ -134,8 +136,7 @@ def _alike(seen: tuple[float, float], stored: Sequence[float]) -> bool:
 
 
 def _falls(values: tuple[float, ...]) -> bool:
-    finite = all(map(math.isfinite, values))
-    return finite and values[0] > 0 and list(values) == sorted(values, reverse=True)
+    return values[0] > 0 and list(values) == sorted(values, reverse=True)
 
 
 def _tail(stored: dict[str, Any], size: int) -> Tail:
@@ -145,4 +146,7 @@ def _tail(stored: dict[str, Any], size: int) -> Tail:
         raise ValueError(f"its tail ends at {brief(tail.count)} of {size} eigenvalues")
     if not all(is_number(x) and x >= 0 for x in numbers):
         raise ValueError("its tail is not a curve")
+    highest = tail.least * math.exp(tail.slope * math.log(tail.count) ** tail.power)
+    if not 0 < highest < math.inf:
+        raise ValueError("its tail is not a curve of positive numbers")
     return tail
