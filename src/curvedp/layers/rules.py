@@ -193,10 +193,10 @@ def _norm(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
     total: dict[str, Tensor] = {}
     lean = any(call.lean for call in calls)
     for x, d in _used(calls):
-        rows = max(1, len(x))
+        pairs = [(x, d)]
         if lean:  # both in float32, their product, and what is normalised
             rows = lean_rows(4 * x[:1].numel(), x.device.type)
-        pairs = zip(torch.split(x, rows), torch.split(d, rows), strict=True)
+            pairs = list(zip(torch.split(x, rows), torch.split(d, rows), strict=True))
         parts = [_norm_gradients(site, module, *pair) for pair in pairs]
         for full in site.parameters.values():
             pieces = [part[full] for part in parts]
