@@ -182,6 +182,19 @@ def test_one_band_needs_no_spectrum(recipe, monkeypatch):
 
     monkeypatch.setattr("curvedp.train.attach.find_design", refuse)
     private = attach(recipe, bands=1)
-    assert "noise" not in private.plan.facts()
+    assert "spectrum" not in noise_of(private)
     with pytest.raises(AssertionError, match="searched"):
         attach(recipe, bands=2)
+
+
+@pytest.mark.parametrize("bands", [1, 2])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_the_noise_is_what_was_asked_for(recipe, bands):
+    for asked in (0.5, 4.0):
+        plan = attach(recipe, bands=bands, noise_multiplier=asked).plan
+        assert plan.noise_multiplier == asked
+        private = attach(
+            recipe, bands=bands, noise_multiplier=None, epsilon=asked, delta=1e-3
+        )
+        assert private.plan.target_epsilon == asked
+        assert 0.9 * asked <= private.plan.epsilon() <= asked

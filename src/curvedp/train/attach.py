@@ -188,17 +188,23 @@ def make_private(
     folder = None if run_dir is None else Path(run_dir)
     if start is not None:
         start.take(model, _required(checked_loss, chosen), streams)
-    if chosen.eigenvalues is not None and chosen.is_correlated:
-        designed = stored_design(folder) or find_design(
-            model,
-            coverage,
-            _required(checked_loss, chosen),
-            chosen.eigenvalues,
-            spectral_probe(chosen.eigenvalues, probes, template, model, labels, loss),
-            whiteners,
-            plan.clipping,
-            float(optimizer.param_groups[0]["lr"]),
-            streams,
+    if chosen.eigenvalues is not None:  # the plan so far has made-up noise
+        designed = stored_design(folder) or (
+            find_design(
+                model,
+                coverage,
+                _required(checked_loss, chosen),
+                chosen.eigenvalues,
+                spectral_probe(
+                    chosen.eigenvalues, probes, template, model, labels, loss
+                ),
+                whiteners,
+                plan.clipping,
+                float(optimizer.param_groups[0]["lr"]),
+                streams,
+            )
+            if chosen.is_correlated
+            else None
         )
         plan = plan_settings.plan(chosen, source.size, examples_per_person, designed)
     ledger = open_ledger(
