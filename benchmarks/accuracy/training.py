@@ -37,7 +37,7 @@ def train(job, folder, device):
     bands = job["settings"].get("bands", 1)
     sigma, rate, steps = noise(table, len(x), bands)
     model, private = attach(job, table, folder, (x, y), sigma, rate, steps)
-    found = {"sigma": sigma, "steps": steps}
+    found = {"sigma": private.plan.noise_multiplier, "steps": steps}
     started = time.monotonic()
     try:
         fit(private)
