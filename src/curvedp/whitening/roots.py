@@ -64,7 +64,10 @@ class Root(Protocol):
 
     @property
     def condition(self) -> float:
-        """Largest over smallest eigenvalue, at most twice the truth."""
+        """Largest over smallest eigenvalue, not below the truth.
+
+        At most twice the truth, and eight times that of a product.
+        """
 
     def tensors(self) -> dict[str, Any]:
         """All that it consists of, for its id and for checkpoints."""
