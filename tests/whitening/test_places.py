@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from nets import composed
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from curvedp.whitening import IdentityWhitener, LayerwiseWhitener, own_map, refill
 from curvedp.whitening.diagonal import DiagonalMap
@@ -69,6 +70,28 @@ def test_a_refilled_map_computes_what_the_new_one_does(net, whitening):
     # and the first map itself is untouched
     again = computed(first, ios, parameters)
     assert all(torch.equal(a, b) for a, b in zip(before[0], again[0], strict=True))
+
+
+@pytest.mark.parametrize("whitening", WHITENINGS)
+def test_what_was_recorded_of_a_map_follows_its_numbers(whitening):
+    """Recorded operations do not look at Python's numbers again, as a CUDA graph."""
+    (net,) = (n for n in NETS if str(n) == "image-conv")
+    first, second, ios, parameters = maps_of(net, whitening)
+    own = own_map(first)
+
+    def work(_):
+        norms, _, mapped = computed(own, ios, parameters)
+        return [*norms, *mapped]
+
+    with torch.no_grad():
+        work(None)  # once before it is recorded, as in curvedp.cuda
+        recorded_work = make_fx(work)(torch.zeros(()))
+        wanted = computed(
+            second if refill(own, second, CPU) else first, ios, parameters
+        )
+        found = recorded_work(torch.zeros(()))
+    for ours, theirs in zip(found, [*wanted[0], *wanted[2]], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("whitening", sorted(set(WHITENINGS) - OFTEN_OF_ANOTHER_MAKE))
