@@ -88,6 +88,12 @@ def test_a_source_without_examples_is_taken_only_where_it_may_be_empty(tmp_path)
     assert (len(none.train), none.input_shape, none.num_classes) == (0, (4,), 3)
 
 
+def test_a_test_part_without_examples_is_refused():
+    none = ArrayDataset(torch.zeros(0, 1), torch.zeros(0).long())
+    with pytest.raises(DataError, match="no test examples"):
+        source(test=none)
+
+
 def test_a_regression_has_outputs_and_no_classes():
     train = ArrayDataset(torch.zeros(2, 1), torch.zeros(2, 2))
     regression = source(train=train, task=Task.REGRESSION, num_outputs=2)

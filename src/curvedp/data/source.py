@@ -116,6 +116,12 @@ class DataSource:
     facts: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.test is not None and len(self.test) == 0:
+            # met here, and not when all steps are paid for and it is to be evaluated
+            raise DataError(
+                f"{self.name}: there are no test examples",
+                "leave the test part out, or put some into it",
+            )
         for part in (self.train, self.test):
             if part is None:
                 continue
