@@ -73,8 +73,10 @@ def as_storage_error(path: Path, doing: str = "write") -> Iterator[None]:
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary file, then put it in place of ``path``."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with as_storage_error(path):
+        if path.is_dir() and not path.is_symlink():  # also "." and "/", without a name
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         make_folder(path.parent)
         try:
             _clear_after_the_dead(path)

@@ -78,6 +78,12 @@ class TestDesign:
              "one number a line"),
             (["--bands", "99"], "99 bands"),
             (["--bands", "9", "--sample-rate", "0.5", "--sigma", "1"], "bands"),
+            (["--bands", "3", "--sigma", "-1"], "noise_multiplier is -1.0"),
+            (["--bands", "3", "--sigma", "nan", "--json"], "noise_multiplier is nan"),
+            (["--bands", "3", "--delta", "2"], "delta is 2.0"),
+            (["--bands", "3", "--separation", "5"], "leave --separation out"),
+            (["--strategy", "blt"], "--bands 4 or so"),
+            (["--bands", "3", "--plot", "."], "that path is a folder"),
         ],
     )  # fmt: skip
     def test_refusals(self, call, own_cache, options, said):

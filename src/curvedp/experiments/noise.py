@@ -21,6 +21,7 @@ from curvedp.accounting import (
     get_accountant,
     repeated,
 )
+from curvedp.accounting._validate import check_delta, check_noise
 from curvedp.barrier import Relation
 from curvedp.errors import ConfigurationError, missing_extra
 from curvedp.noise.design import LARGEST_DENSE, Design, designs_folder, error_of
@@ -74,6 +75,15 @@ class DesignQuestion:
             raise ConfigurationError(
                 "both epsilon and sigma are given", "give one of them"
             )
+        if self.sigma is not None:
+            check_noise(self.sigma)
+        check_delta(self.delta)
+        if self.separation is not None and self.kind != "blt":
+            raise ConfigurationError(
+                f"separation is for the strategy 'blt'; under {self.kind!r} an example "
+                "takes part at most once in as many steps as there are bands",
+                "leave --separation out",
+            )
         if self.kind == "blt" and self.steps > LARGEST_DENSE:
             raise ConfigurationError(
                 f"a buffered strategy for {self.steps} steps is judged by a matrix of "
@@ -83,6 +93,10 @@ class DesignQuestion:
         if not is_whole(self.parameters):
             raise ConfigurationError(
                 f"parameters is {self.parameters!r}", "give how many the model has"
+            )
+        if self.bands == "auto" and self.kind == "blt":
+            raise ConfigurationError(
+                "the buffers of a strategy are not searched", "give --bands 4 or so"
             )
         if self.bands == "auto" and (self.sample_rate is None or self.epsilon is None):
             raise ConfigurationError(
@@ -210,10 +224,6 @@ def _rate(question: DesignQuestion, bands: int) -> float:
 
 def _best(question: DesignQuestion) -> int:
     assert question.sample_rate is not None and question.epsilon is not None
-    if question.kind == "blt":
-        raise ConfigurationError(
-            "the buffers of a strategy are not searched", "give --bands 4 or so"
-        )
     epsilon = question.epsilon
     sampling = SamplingPlan.by_rate(question.sample_rate, question.steps, 1.0)
 
