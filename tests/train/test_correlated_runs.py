@@ -17,6 +17,7 @@ from curvedp.plan import Correlation, Plan, SamplingPlan
 from curvedp.recipes import get_recipe
 from curvedp.train import Trainer, make_private
 from curvedp.train.journal import Journal
+from curvedp.train.secret import drawing_device
 
 WIDTH = 40  # 1600 weights
 BANDS, STEPS, SIZE = 4, 24, 120
@@ -342,6 +343,16 @@ class TestGoingOn:
         private = resumed(folder)
         assert private.step == 8 and start(private) is None
         private.close()
+
+    def test_gpus_of_two_models_are_two_kinds_of_device(self, monkeypatch):
+        # the order of a large tensor's numbers depends on how many processors it has
+        models = {0: "one", 1: "other", 2: "one"}
+        monkeypatch.setattr(
+            torch.cuda, "get_device_name", lambda device: models[device.index]
+        )
+        found = [drawing_device(torch.device("cuda", n)) for n in models]
+        assert found == ["cuda one", "cuda other", "cuda one"]
+        assert drawing_device(torch.device("cpu")) == "cpu"
 
     def test_a_state_loaded_into_another_process_begins_a_block(self):
         private = attach()

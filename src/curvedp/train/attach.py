@@ -36,7 +36,7 @@ from curvedp.train.pretrain import PublicStart
 from curvedp.train.private import Private
 from curvedp.train.probing import choose_labels, choose_probe, spectral_probe
 from curvedp.train.released import ReleasedSource
-from curvedp.train.secret import RunSecret
+from curvedp.train.secret import RunSecret, drawing_device
 from curvedp.train.settings import PrivacySettings
 from curvedp.train.spectra import find_design, stored_design
 from curvedp.train.whitened import CurvatureSource, FixedWhitener, WhitenerSource
@@ -219,9 +219,8 @@ def make_private(
         if start is not None:
             start.keep(model)
         independent = plan.correlation is None
-        secret = (
-            None if independent else RunSecret(folder, streams, ledger, device.type)
-        )
+        drawing = drawing_device(device)
+        secret = None if independent else RunSecret(folder, streams, ledger, drawing)
         if physical_batch_size == AUTO:
             slots = source.slots(shown)
             physical_batch_size = fitting_rows(

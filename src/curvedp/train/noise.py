@@ -2,7 +2,7 @@
 
 Independent noise has no past. Correlated noise has a state, which is secret, and blocks
 (:mod:`curvedp.noise.correlated`). What is stored of it in a checkpoint is public: where
-the present block began, in which frame, on what kind of device and by which strategy.
+the present block began, in which frame, on which model of device, by which strategy.
 With the run's secret (:mod:`curvedp.train.secret`) a resumed run draws the noise of the
 block again and goes on with it, if nothing at all speaks against it; otherwise it
 begins a new block, which costs accuracy and never privacy.
@@ -31,7 +31,7 @@ class RunNoise:
         streams: where it comes from.
         ledger: of what was paid.
         secret: of the run, if its noise is correlated.
-        device: type of the device that draws noise.
+        device: what draws noise, as :func:`curvedp.train.secret.drawing_device` says.
 
     Attributes:
         mechanism: what adds it.

@@ -28,7 +28,7 @@ from curvedp.noise import RandomStreams
 from curvedp.plan import Plan
 from curvedp.train.journal import Journal, group_settings, restore_group_settings
 from curvedp.train.noise import RunNoise
-from curvedp.train.secret import RunSecret
+from curvedp.train.secret import RunSecret, drawing_device
 from curvedp.train.whitened import WhitenerSource
 from curvedp.update import BackMap, Chain, apply_release
 from curvedp.whitening import IdentityWhitener, Whitener
@@ -83,7 +83,7 @@ class Releasing:
         self.step = 0
         self._back = BackMap(back_map)
         self._chain = chain
-        device = next(iter(parameters.values())).device.type
+        device = drawing_device(next(iter(parameters.values())).device)
         self.noise = RunNoise(plan, streams, ledger, secret, device)
         self.chain_state = chain.init(parameters, look_ahead=True)
         self._require_one_gradient()

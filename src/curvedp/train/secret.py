@@ -22,13 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.errors import CheckpointError, StorageError
 from curvedp.noise import RandomStreams
 from curvedp.storage import as_storage_error, json_text, read_json, write_atomically
 from curvedp.values import is_whole
 
-__all__ = ["RunSecret"]
+__all__ = ["RunSecret", "drawing_device"]
 
 KIND = "curvedp-secret"
 NAME = "secret.json"
@@ -41,6 +43,17 @@ _WARNING = (
 _ENTROPY = re.compile("[0-9a-f]{64}")
 
 
+def drawing_device(device: torch.device) -> str:
+    """What draws noise, by a name: another one draws other numbers from one seed.
+
+    torch deals the numbers of a large tensor out to as many threads as a GPU has, so
+    GPUs of two models do not draw alike either.
+    """
+    if device.type != "cuda":
+        return device.type
+    return f"{device.type} {torch.cuda.get_device_name(device)}"
+
+
 @dataclass
 class _Sitting:
     """A process that worked on the run.
@@ -48,7 +61,7 @@ class _Sitting:
     Attributes:
         entropy: of its noise and sampling.
         payments: that the ledger had when it began.
-        device: type of the device that drew its noise: another one draws other numbers.
+        device: what drew its noise, as :func:`drawing_device` names it.
         joined: whether its noise continues the block of the sitting before.
     """
 
@@ -86,7 +99,7 @@ class RunSecret:
         run_dir: the run's folder; None keeps nothing.
         streams: of this sitting; they are told what the earlier ones drew.
         ledger: open, so that the folder is ours.
-        device: type of the device that draws noise.
+        device: what draws noise, as :func:`drawing_device` names it.
 
     Raises:
         CheckpointError: the file is there and cannot be read.
