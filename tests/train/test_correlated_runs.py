@@ -527,3 +527,10 @@ class TestAutomaticBands:
 
     def test_it_stays_within_what_batches_allow(self):
         assert self.plan(8.0, sample_rate=0.4).correlation.bands <= 2
+
+    def test_rounding_of_a_rate_is_no_band_less(self):
+        half = 1.1 - 0.6
+        assert half > 0.5
+        plan = self.plan(8.0, sample_rate=half)
+        assert plan.correlation.bands <= 2 and plan.event_rate <= 1.0
+        assert Correlation(bands=2).planned(10, 2).rate(plan.sampling) == 1.0

@@ -34,6 +34,8 @@ __all__ = [
 
 #: A block of noise shorter than this many bands has little to cancel.
 LEAST_BLOCK = 4
+#: Share of a rate that its rounding can be: 1.1 - 0.6 is above one half.
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def group_rate(sampling: SamplingPlan, bands: int) -> float:
         rate = bands * sampling.sample_rate
     else:
         rate = sampling.expected_batch_size / max(1, sampling.public_size // bands)
-    if rate > 1:
+    if rate > 1 + _ROUNDING:
         drawn = (
             f"a sampling rate of {sampling.sample_rate:g}"
             if sampling.public_size is None
@@ -236,13 +238,13 @@ def group_rate(sampling: SamplingPlan, bands: int) -> float:
             "a group has",
             f"use up to {largest_bands(sampling)} bands, or smaller batches",
         )
-    return rate
+    return min(1.0, rate)
 
 
 def largest_bands(sampling: SamplingPlan) -> int:
     """Most bands that batches of the declared size allow."""
     if sampling.public_size is None:
-        most = math.floor(1 / sampling.sample_rate * (1 + 1e-12))
+        most = math.floor(1 / sampling.sample_rate * (1 + _ROUNDING))
     else:
         most = sampling.public_size // math.ceil(sampling.expected_batch_size)
     return max(1, min(most, sampling.steps))
