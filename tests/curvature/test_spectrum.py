@@ -1,5 +1,7 @@
 """Eigenvalues by Lanczos against dense matrices and curvlinops; the fitted tail."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -211,6 +213,15 @@ def test_known_eigenvalues_make_the_sum_of_the_others_surer():
 def test_what_no_curve_fits_is_refused(known, count, least):
     with pytest.raises(ConfigurationError):
         fit_tail(known, count, least)
+
+
+@pytest.mark.parametrize("size", [10, 300])  # solved whole, and by Lanczos iterations
+@pytest.mark.parametrize(
+    ("factor", "said"), [(0.0, "curvature is 0"), (math.nan, "no numbers")]
+)
+def test_a_curvature_without_eigenvalues_is_refused(size, factor, said):
+    with pytest.raises(ConfigurationError, match=said):
+        curvature_spectrum(lambda v: factor * v, size, Provenance.PUBLIC, top=8)
 
 
 def test_flat_curvature_and_unknown_matrices_are_refused():

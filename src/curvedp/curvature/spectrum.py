@@ -39,6 +39,10 @@ TOLERANCE = 1e-4
 #: Least steps, and vectors, of the quadrature of the sum. The more eigenvalues are
 #: known, the smaller are the others, and the more steps it takes to tell them from 0.
 _STEPS, _VECTORS = 30, 4
+_ELSEWHERE = (
+    "probe at parameters where the loss is not flat: another initialisation, or after "
+    "pretraining"
+)
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,10 @@ def top_eigenvalues(
         seed: of the vector to start from.
         device: where ``product`` takes its vectors.
         tolerance: relative; those that have not converged are left out.
+
+    Raises:
+        ConfigurationError: a product has values that are no numbers, or no eigenvalue
+            converged.
     """
     if count < 1:
         raise ConfigurationError(
@@ -121,6 +129,11 @@ def top_eigenvalues(
     def times(vector: Any) -> Floats:
         given = torch.as_tensor(np.asarray(vector, dtype=np.float64).reshape(-1))
         image: Floats = product(given.to(device)).cpu().numpy()
+        if not np.isfinite(image).all():
+            raise ConfigurationError(
+                "the curvature of the loss has values that are no numbers",
+                f"{_ELSEWHERE}; if that diverged, with a smaller learning rate",
+            )
         return image
 
     if size <= max(DENSE, count + 1):
@@ -130,6 +143,8 @@ def top_eigenvalues(
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
     start = np.random.default_rng(seed).standard_normal(size)
+    if not times(start).any():  # the matrix is zero, and scipy would not have it
+        return np.zeros(count)
     operator = LinearOperator((size, size), matvec=times, dtype=np.float64)
     try:
         found = eigsh(
@@ -175,8 +190,7 @@ def curvature_spectrum(
     if not np.isfinite(found).all() or largest[0] <= 0:
         raise ConfigurationError(
             f"the largest eigenvalue of the curvature is {largest[0]:g}",
-            "probe at parameters where the loss is not flat: another initialisation, "
-            "or after pretraining",
+            _ELSEWHERE,
         )
     whole = CurvatureSpectrum(largest, size, None, provenance)
     known = whole.positive
