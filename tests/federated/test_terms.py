@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from curvedp.accounting import read_ledger
-from curvedp.errors import ConfigurationError, RoundError
+from curvedp.errors import ConfigurationError, CurvedpError, RoundError
+from curvedp.experiments import deployment
 from curvedp.experiments.deployment import run_client
 from curvedp.experiments.federations import FederationConfig
 from curvedp.experiments.flower_app import client_app, client_of
@@ -145,5 +146,32 @@ def test_terms_are_checked_before_a_node_is_started(tmp_path):
         run_client(
             1, tmp_path / "client", superlink="127.0.0.1:1", keys=None,
             config=tmp_path / "own.toml", max_epsilon=1.0,
+        )  # fmt: skip
+    assert not (tmp_path / "client").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"number": 3}, "numbered from 0 to 2"),
+        ({"number": -1}, "no client -1"),
+        ({"superlink": "nowhere"}, "write host:port"),
+        ({"keys": "keys"}, "no ca.crt"),
+        ({"data": "records.npz"}, "no such file"),
+    ],
+)
+def test_what_no_server_makes_good_is_refused_before_a_node_is_started(
+    tmp_path, monkeypatch, wrong, words
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(deployment, "running", lambda *_: pytest.fail("a node started"))
+    (tmp_path / "own.toml").write_text(TOML)
+    asked = {"number": 1, "superlink": "127.0.0.1:1", "keys": None, **wrong}
+    if asked["keys"]:
+        asked["keys"] = tmp_path / asked["keys"]
+    with pytest.raises(CurvedpError, match=words):
+        run_client(
+            asked.pop("number"), tmp_path / "client",
+            config=tmp_path / "own.toml", patience=1.0, **asked,
         )  # fmt: skip
     assert not (tmp_path / "client").exists()

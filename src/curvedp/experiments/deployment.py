@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from curvedp.errors import ConfigurationError, CurvedpError
+from curvedp.errors import ConfigurationError, CurvedpError, DataError
 from curvedp.experiments.certificates import refuse_unnamed
 from curvedp.experiments.federations import FederationConfig
 from curvedp.experiments.processes import (
@@ -236,10 +236,14 @@ def run_client(
         patience: seconds in which it is started again and again before it is given up.
 
     Raises:
+        ConfigurationError: an address, a number, keys or terms that cannot be used.
+        DataError: there are no such records.
         CurvedpError: the node did not run for that long.
     """
     own = None if config is None else FederationConfig.read(config)
-    ClientTerms(own, max_epsilon, delta)  # refused here, and not in every round
+    # refused here, and not in every round, or again and again until patience ends
+    ClientTerms(own, max_epsilon, delta)
+    _check_client(number, own, superlink, keys, data)
     folder = run_dir.absolute()
     home = folder / "flower"
     home.mkdir(parents=True, exist_ok=True)
@@ -274,6 +278,33 @@ def run_client(
         f"the SuperNode ends again and again, the last time with code {code}",
         f"is the server at {superlink}, and does it have client-{number}.pub?",
     )
+
+
+def _check_client(
+    number: int,
+    own: FederationConfig | None,
+    superlink: str,
+    keys: Path | None,
+    data: str,
+) -> None:
+    """Refuse what no server could make good."""
+    split_address(superlink)
+    if number < 0 or (own is not None and number >= len(own.sizes)):
+        known = "from 0" if own is None else f"from 0 to {len(own.sizes) - 1}"
+        raise ConfigurationError(
+            f"there is no client {number}", f"clients are numbered {known}"
+        )
+    for name in () if keys is None else ("ca.crt", f"client-{number}.key"):
+        if keys is not None and not (keys / name).is_file():
+            raise ConfigurationError(
+                f"{keys} has no {name}",
+                "the server's side makes it (curvedp federated keys) and gives it to "
+                "this client",
+            )
+    if data and data != "digits" and not Path(data).exists():
+        raise DataError(
+            f"{data}: there is no such file or folder", "give the path of the records"
+        )
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
