@@ -218,9 +218,11 @@ def make_private(
     try:
         if start is not None:
             start.keep(model)
-        independent = plan.correlation is None
-        drawing = drawing_device(device)
-        secret = None if independent else RunSecret(folder, streams, ledger, drawing)
+        secret = (
+            None
+            if plan.correlation is None
+            else RunSecret(folder, streams, ledger, drawing_device(device))
+        )
         if physical_batch_size == AUTO:
             slots = source.slots(shown)
             physical_batch_size = fitting_rows(
