@@ -324,7 +324,7 @@ def test_a_recorded_run_is_the_same_to_the_bit(recipe):
     private, twin = graphed(attach(data, recipe))
     _, recorded = train_graphed(private)
     assert all(torch.equal(a, b) for a, b in zip(weights, recorded, strict=True))
-    assert twin.count == 3
+    assert 1 <= twin.count <= 3
 
 
 @pytest.mark.parametrize(
