@@ -223,16 +223,42 @@ def test_a_sum_that_misses_more_than_declared_or_has_a_wrong_share_moves_nothing
         assert torch.equal(value, before[name])
 
 
+def test_a_sum_whose_masks_did_not_cancel_moves_nothing():
+    """What is left of masks is uniform, and beyond what shares can add up to."""
+    world = make_world(rounds=2)
+    before, grid = world.parameters(), world.server.grid
+    total = adding(world)(world.server.open_round(), range(4))
+    words = np.random.default_rng(0).integers(0, MODULUS, 10_000)
+    noise = iter((words * grid.spacing - 4 * grid.half_range).tolist())
+    spoilt = {
+        name: torch.tensor([next(noise) for _ in range(value.numel())]).view_as(value)
+        for name, value in total.values.items()
+    }
+    report = world.server.close_sum(Total(total.senders, spoilt))
+    assert report.accepted == ()
+    assert "masks" in report.refused[0]
+    for name, value in world.parameters().items():
+        assert torch.equal(value, before[name])
+
+
+def test_the_largest_sum_that_can_be_is_taken():
+    grid = SumGrid.of(plan_for((30, 50, 20, 40)), 5)
+    assert grid.could_be({"w": torch.tensor([4.0, -4.0]) * grid.half_range}, 4)
+    assert not grid.could_be({"w": torch.tensor([0.0, 4.1]) * grid.half_range}, 4)
+
+
 # -- Flower's protocol -----------------------------------------------------------------
 
 
-def play(world, *, spoil=None, spoil_answer=None, tries=2, told=None):
+def play(world, *, spoil=None, spoil_answer=None, tries=2, told=None, before=None):
     pytest.importorskip("flwr.app")
     pytest.importorskip("cryptography")
     from curvedp.federated.secagg import SecureAsk, make_secure_client_app
 
     client_app = make_secure_client_app(lambda c: world.clients[client_number(c)])
     seen = []
+    if before is not None:
+        before()
 
     def app(message, context):
         if spoil is not None:
@@ -557,3 +583,25 @@ def test_flowers_own_masks_are_not_used():
     for part in (masking.CLIENT_PART, masking.SERVER_PART):
         module = importlib.import_module(f"flwr.{part}")
         assert module.pseudo_rand_gen is masking.mask_words
+
+
+def test_an_app_that_was_sent_to_another_process_has_the_strong_masks(monkeypatch):
+    """There, Flower's module is as Flower made it until a message comes."""
+    pytest.importorskip("flwr.app")
+    import importlib
+
+    from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
+
+    from curvedp.federated import masking
+
+    module = importlib.import_module(f"flwr.{masking.CLIENT_PART}")
+    settings = {"rounds": 2, "noise": 2.0}
+    carried, direct = make_world(**settings), make_world(**settings)
+    made, _ = play(
+        carried,
+        before=lambda: monkeypatch.setattr(module, "pseudo_rand_gen", pseudo_rand_gen),
+    )
+    assert [r.accepted for r in made] == [(0, 1, 2, 3)] * 2
+    run_rounds(direct.server, adding(direct))
+    for name, value in carried.parameters().items():
+        assert torch.allclose(value, direct.parameters()[name], atol=1e-6)

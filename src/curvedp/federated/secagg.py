@@ -86,10 +86,14 @@ def make_secure_client_app(make_client: Callable[[Any], Client]) -> Any:
             reason = app.Error(_FAILED, public_reason(error))
             return app.Message(reason, reply_to=message)
 
-    client_app = flwr_part("clientapp").ClientApp()
-    masks = with_strong_masks(CLIENT_PART).secaggplus_mod
+    def masked(message: Any, context: Any, go_on: Callable[..., Any]) -> Any:
+        # asked for with every message: the app may have been sent to another process
+        return with_strong_masks(CLIENT_PART).secaggplus_mod(message, context, go_on)
 
-    @client_app.train(mods=[checked, masks])  # type: ignore[untyped-decorator, unused-ignore]
+    client_app = flwr_part("clientapp").ClientApp()
+    with_strong_masks(CLIENT_PART)  # refuse a Flower without them here and now
+
+    @client_app.train(mods=[checked, masked])  # type: ignore[untyped-decorator, unused-ignore]
     def train(message: Any, context: Any) -> Any:
         task = _task(compat.recorddict_to_fitins(message.content, keep_input=True))
         with _open(make_client, context) as client:

@@ -125,6 +125,15 @@ class SumGrid:
             self.coordinates,
         )
 
+    def could_be(self, total: Mapping[str, Tensor], shares: int) -> bool:
+        """Whether so many shares can add up to this in every coordinate.
+
+        A sum whose masks did not cancel is uniform modulo 2^32, of which the sums of
+        ``n`` shares are a part: in some of many coordinates it shows.
+        """
+        most = shares * self.half_range * (1 + 1e-6)  # Flower's own rounding
+        return all(float(values.abs().max()) <= most for values in total.values())
+
     def mean(
         self,
         total: Mapping[str, Tensor],

@@ -266,6 +266,9 @@ class Server:
                     checked_parameters(values, self.shared.parameters, "the sum")
                 except RoundError as error:
                     reason = error.problem
+                else:
+                    if not self._sums.could_be(values, len(senders)):
+                        reason = "the masks of the shares did not cancel"
         if values is None or reason:
             lost = {i: reason or "lost" for i in senders} | refused
             self._end_round()
