@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,17 +23,10 @@ from curvedp.cli.parameters import JsonFlag
 from curvedp.errors import ConfigurationError
 from curvedp.experiments.certificates import make_keys
 from curvedp.experiments.deployment import run_client, run_server
-from curvedp.experiments.federations import FederationConfig, FederationResult, serve
+from curvedp.experiments.federations import FederationConfig, FederationResult
+from curvedp.experiments.simulation import simulate as run_simulation
 from curvedp.federated import Observer, View
-from curvedp.federated.flower import (
-    FlowerAsk,
-    client_number,
-    make_client_app,
-    make_server_app,
-)
-from curvedp.federated.in_process import in_process_grid
 from curvedp.federated.plan import FederatedPlan
-from curvedp.federated.secagg import carried, make_secure_client_app
 
 __all__ = ["app"]
 
@@ -112,12 +104,19 @@ def simulate(
         float | None, typer.Option(help="Chance of a record to be drawn.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of everything public.")] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes of Flower's simulation engine (Ray) that clients are "
+            "spread over; 0: this one alone."
+        ),
+    ] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw accuracy by round (PNG, PDF, SVG).")
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Split a dataset between clients and train, through Flower, in this process.
+    """Split a dataset between clients and train, through Flower, on this machine.
 
     Clients and server are those of a deployment; messages are Flower's.
     """
@@ -130,14 +129,6 @@ def simulate(
         "client_rate": client_rate, "record_rate": record_rate, "seed": seed,
     }  # fmt: skip
     settings = _config(config, own, recipe_setting)
-    source = settings.source()
-    parts = settings.parts(source.train)
-    settings = settings.declared(parts)
-    together = settings.shared(source)
-    server = settings.server(settings.shared(source))
-    made = {i: settings.client(i, together, part) for i, part in enumerate(parts)}
-    found: list[FederationResult] = []
-    logging.getLogger("flwr").setLevel(logging.WARNING)  # its lines would cut the bars
     with bars() as shown:
         task = shown.add_task("rounds", total=settings.rounds, remark="")
 
@@ -148,15 +139,8 @@ def simulate(
             if not log.is_terminal and row["round"] % tenth == 0:
                 tell(f"round {row['round']:.0f}/{settings.rounds} {remark}")
 
-        def main(ask: FlowerAsk, context: Any) -> None:
-            ways = carried(ask, server)
-            found.append(serve(server, ways, source.test, on_round=report))
-
-        make_app = make_secure_client_app if settings.is_secure else make_client_app
-        client_app = make_app(lambda context: made[client_number(context)])
-        grid = in_process_grid(client_app, len(parts))
-        make_server_app(main)(grid, None)
-    _print_result(found[0], settings, plot, json_output)
+        found = run_simulation(settings, workers=workers, on_round=report)
+    _print_result(found, settings, plot, json_output)
 
 
 @app.command(
