@@ -1,6 +1,7 @@
 """The parts of the cost benchmarks that decide something, without a measurement."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,9 @@ def load():
     yield importlib.import_module
     while str(BENCHMARKS) in sys.path:
         sys.path.remove(str(BENCHMARKS))
-    for name in [n for n in sys.modules if n.split(".")[0] in ("cost", "scaling")]:
+    for name in [
+        n for n in sys.modules if n.split(".")[0] in ("cost", "scaling", "on_gpu")
+    ]:
         del sys.modules[name]
 
 
@@ -100,3 +103,52 @@ def test_the_nets_that_are_promised_are_there(load):
     }  # fmt: skip
     for device in ("cpu", "cuda"):
         assert wanted <= cells[device].keys()
+
+
+def test_jobs_for_a_gpu_are_scripts_and_nets_that_exist(load):
+    on_gpu, nets = load("on_gpu"), load("cost.nets")
+    for job in on_gpu.JOBS:
+        assert (BENCHMARKS / job.script).exists()
+        if "--nets" in job.arguments:
+            named = job.arguments[job.arguments.index("--nets") + 1 :]
+            assert set(named) <= nets.CELLS["cuda"].keys()
+    timed = [j for j in on_gpu.JOBS if j.limited]
+    assert {n for j in timed for n in j.arguments[3:]} == nets.CELLS["cuda"].keys()
+
+
+@pytest.fixture
+def jobs(load, tmp_path, monkeypatch):
+    """The runner in a folder with scripts of its own."""
+    on_gpu = load("on_gpu")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "old.json").write_text("old")
+    (tmp_path / "good.py").write_text("import sys; print('found', *sys.argv[1:])")
+    (tmp_path / "bad.py").write_text("print('half'); raise SystemExit(3)")
+    (tmp_path / "slow.py").write_text("import time; print('half'); time.sleep(60)")
+    monkeypatch.setattr(on_gpu, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(on_gpu, "RESULTS", tmp_path / "results")
+    return on_gpu, tmp_path / "results"
+
+
+def test_a_job_that_ends_writes_its_file_and_others_leave_the_old_one(jobs):
+    on_gpu, results = jobs
+    job = on_gpu.Job("good.py", ("--all",), "old.json", limited=True, needs=10)
+    assert on_gpu.run(job, left=40)
+    assert (results / "old.json").read_text() == "found --all --seconds 30\n"
+    for script, left in (("bad.py", 40), ("slow.py", 1.0), ("good.py", 0.5)):
+        job = on_gpu.Job(script, (), "old.json", needs=0.6)
+        assert not on_gpu.run(job, left=left)
+        assert (results / "old.json").read_text().startswith("found --all")
+
+
+def test_what_was_written_is_gathered(jobs, monkeypatch, tmp_path):
+    on_gpu, results = jobs
+    os.utime(results / "old.json", (0, 0))
+    chosen = (on_gpu.Job("good.py", (), "new.json"), on_gpu.Job("bad.py"))
+    monkeypatch.setattr(on_gpu, "JOBS", chosen)
+    copies = tmp_path / "copies"
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--copy-to", str(copies)])
+    assert on_gpu.main() == 1  # one of them failed
+    assert [p.name for p in copies.iterdir()] == ["new.json"]
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--only", "good"])
+    assert on_gpu.main() == 0
