@@ -30,6 +30,8 @@ from torch import Tensor
 
 from curvedp.errors import ConfigurationError, CurvedpError
 from curvedp.noise.graphed import GraphedNormals
+from curvedp.noise.grid import rounded_normals
+from curvedp.noise.keystream import Words
 from curvedp.sampling import PoissonSampler
 
 __all__ = ["RandomStreams", "Stream"]
@@ -183,6 +185,28 @@ class RandomStreams:
         else:
             generator = self.generator(Stream.NOISE, *at)
         return self._normals_like(values, generator)
+
+    def rounded_normals(self, count: int, scale: float, *at: int) -> Tensor:
+        """``round(scale z)`` of independent standard normals, int32, ``[count]``.
+
+        Every whole number comes as often as it should (:mod:`curvedp.noise.grid`). Of
+        normals that are float32 or float64 numbers, few of those in the tails, or on a
+        fine grid anywhere, come at all, and which ones they are tells the sum.
+
+        Args:
+            count: how many.
+            scale: standard deviation, below 2^27.
+            at: address of the noise: step and attempt.
+
+        Raises:
+            CurvedpError: noise was drawn at this address before.
+        """
+        return rounded_normals(self._noise_words(*at), count, scale)
+
+    def _noise_words(self, *at: int) -> Callable[[int], Words]:
+        """Gives uniform 64-bit words of an address of noise."""
+        generator = self.generator(Stream.NOISE, *at)
+        return generator.bit_generator.random_raw
 
     def reveal_secret(self) -> int:
         """The entropy of noise and sampling. Whoever has it can undo the guarantee.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from curvedp.errors import CurvedpError
-from curvedp.noise.grid import Grid, rounded_normals
-from curvedp.noise.keystream import Keystream, Reader
+from curvedp.noise.grid import Grid
+from curvedp.noise.keystream import Keystream, Reader, Words
 from curvedp.noise.randomness import RandomStreams, Stream, drawn_before
 from curvedp.sampling import PoissonSampler
 
@@ -54,12 +54,7 @@ class SecureStreams(RandomStreams):
         grid = Grid.of(multiplier * bound)
         sizes = [value.numel() for value in values.values()]
         std = grid.widened(multiplier, bound, sum(sizes))
-        self._refuse_fork()
-        if at in self._drawn:
-            raise drawn_before(at)
-        self._drawn.add(at)
-        reader = self._keystream.reader(Stream.NOISE.value, *at)
-        noise = rounded_normals(reader.words, sum(sizes), std / grid.spacing)
+        noise = self.rounded_normals(sum(sizes), std / grid.spacing, *at)
         noisy = {
             name: grid.add(value, steps.reshape(value.shape))
             for (name, value), steps in zip(
@@ -67,6 +62,13 @@ class SecureStreams(RandomStreams):
             )
         }
         return noisy, std
+
+    def _noise_words(self, *at: int) -> Callable[[int], Words]:
+        self._refuse_fork()
+        if at in self._drawn:
+            raise drawn_before(at)
+        self._drawn.add(at)
+        return self._keystream.reader(Stream.NOISE.value, *at).words
 
     def torch_seed(self, stream: Stream, *address: int) -> int:
         if stream in (Stream.FORWARD, Stream.VIEWS):
