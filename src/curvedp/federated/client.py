@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils._pytree import tree_map
 
 from curvedp.accounting import repeated
@@ -41,6 +42,7 @@ from curvedp.noise import (
     LatticeShare,
     NoiseState,
     RandomStreams,
+    Stream,
     scaled_release,
 )
 from curvedp.sampling import People, Sampler
@@ -266,20 +268,25 @@ class Client:
         whitener = shared.whitener_at(task.round, task.whitened_at)
         device = next(iter(shared.parameters.values())).device
         pending: ClippedSum | None = None
-        for batch in self._loader.steps(task.round, task.round + 1):
-            ios, _ = self._pass(*moved(batch.data, device))
-            part = clipped_sum(
-                ios,
-                shared.rule,
-                whitener,
-                parameters=shared.parameters,
-                present=batch.present,
-                step=batch.step,
-                scale=float(self._loader.physical_batch_size),
-                slots=self._slots,
-                expected=shared.plan.divisors[self.number],
-            )
-            pending = part if pending is None else pending.merge(part)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            # dropout belongs to rows, and rows move where a record is missing: nobody
+            # may know its draws, and the global generator may have a public seed
+            secret = self._streams.torch_seed(Stream.FORWARD, task.round)
+            torch.manual_seed(secret % 2**63)
+            for batch in self._loader.steps(task.round, task.round + 1):
+                ios, _ = self._pass(*moved(batch.data, device))
+                part = clipped_sum(
+                    ios,
+                    shared.rule,
+                    whitener,
+                    parameters=shared.parameters,
+                    present=batch.present,
+                    step=batch.step,
+                    scale=float(self._loader.physical_batch_size),
+                    slots=self._slots,
+                    expected=shared.plan.divisors[self.number],
+                )
+                pending = part if pending is None else pending.merge(part)
         assert pending is not None  # an empty draw is a batch of padding
         return pending
 
