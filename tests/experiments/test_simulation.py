@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from curvedp.experiments import simulation
 from curvedp.experiments.federations import FederationConfig
 from curvedp.experiments.simulation import simulate
 from curvedp.federated.in_process import in_process_grid
+from curvedp.noise import RandomStreams
 
 pytest.importorskip("flwr.app")
 
@@ -124,6 +126,62 @@ def test_an_engine_that_ends_without_a_result_is_told(config, engine, monkeypatc
         simulate(config(), workers=1)
 
 
+def test_a_server_that_waits_ends_with_the_simulation(config, engine, monkeypatch):
+    """Flower's thread would wait on after an interrupt, for answers of nobody."""
+    threads = []
+
+    def interrupted(server_app, client_app, clients, workers):
+        grid = in_process_grid(client_app, clients)
+        grid.pull_messages = lambda ids: []  # the workers are gone
+        thread = threading.Thread(target=failing, args=(server_app, grid))
+        thread.start()
+        threads.append(thread)
+        raise KeyboardInterrupt
+
+    def failing(server_app, grid):
+        with pytest.raises(CurvedpError, match="stopped"):
+            server_app(grid, None)
+        told.append("stopped")
+
+    told = []
+    monkeypatch.setattr(simulation, "_run_workers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(config(), workers=2)
+    threads[0].join(10)
+    assert told == ["stopped"]
+
+
+def test_no_more_workers_than_clients_and_flower_tells_nobody(
+    config, engine, monkeypatch
+):
+    from flwr.supercore import telemetry
+
+    monkeypatch.setattr(telemetry, "FLWR_TELEMETRY_ENABLED", "1")
+    monkeypatch.delenv("FLWR_TELEMETRY_ENABLED", raising=False)
+    simulate(config(), workers=9)
+    assert engine[0][1]["init_args"]["num_cpus"] == 4
+    assert telemetry.FLWR_TELEMETRY_ENABLED == "0"
+    monkeypatch.setattr(telemetry, "FLWR_TELEMETRY_ENABLED", "1")
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")  # the user's own wish
+    simulate(config(), workers=1)
+    assert telemetry.FLWR_TELEMETRY_ENABLED == "1"
+
+
+def test_workers_may_round_a_map_differently(config, engine, monkeypatch):
+    """They have other numbers of threads, and so other orders of adding up."""
+    real = simulation._common
+
+    def other_bits(text):
+        made, shared, parts = real(text)
+        shared.whiteners._streams = RandomStreams(99)  # maps of their own
+        return made, shared, parts
+
+    monkeypatch.setattr(simulation, "_common", other_bits)
+    more = {"recipe": "dp-fedkfc", "settings": {"probe_size": 32, "refresh": 2}}
+    found = simulate(config(**more), workers=2)
+    assert [row["clients"] for row in found.rows] == [4, 4, 4]
+
+
 def test_less_than_no_workers_are_refused(config):
     with pytest.raises(ConfigurationError, match="-1 workers"):
         simulate(config(), workers=-1)
@@ -140,7 +198,13 @@ def test_the_extra_is_named_where_ray_is_missing(config):
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_RAY, reason="needs the extra simulation")
 @pytest.mark.parametrize(
-    "more", [{}, {"view": "secure-aggregate", "dropouts": 1}], ids=["each", "secure"]
+    "more",
+    [
+        {},
+        {"view": "secure-aggregate", "dropouts": 1},
+        {"recipe": "dp-fedkfc", "settings": {"probe_size": 32, "refresh": 2}},
+    ],
+    ids=["each", "secure", "kfc"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_flowers_engine_trains_what_one_process_does(config, more):

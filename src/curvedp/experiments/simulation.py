@@ -14,9 +14,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import os
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -61,11 +65,17 @@ def simulate(
     source = config.source()
     parts = config.parts(source.train)
     config = config.declared(parts)
+    if workers:  # with other threads than here, so maps differ in their last bits
+        config = replace(config, exact_frames=False)
     server = config.server(config.shared(source))
     logging.getLogger("flwr").setLevel(logging.WARNING)  # it tells of every message
     found: list[FederationResult] = []
 
+    stop = threading.Event()
+
     def main(ask: FlowerAsk, context: Any) -> None:
+        if workers:
+            ask.grid = _Stoppable(ask.grid, stop)
         ways = carried(ask, server)
         found.append(serve(server, ways, source.test, on_round=on_round))
 
@@ -75,7 +85,10 @@ def simulate(
         with tempfile.TemporaryDirectory(prefix="curvedp-") as folder:
             text = json.dumps(config.to_json())
             client_app = make_app(partial(_client_in, folder, text))
-            _run_workers(server_app, client_app, len(parts), workers)
+            try:
+                _run_workers(server_app, client_app, len(parts), workers)
+            finally:
+                stop.set()
     else:
         together = config.shared(source)
         clients = {i: config.client(i, together, own) for i, own in enumerate(parts)}
@@ -105,7 +118,7 @@ def _has_ray() -> bool:
 
 def _run_workers(server_app: Any, client_app: Any, clients: int, workers: int) -> None:
     """Run both apps by Flower's engine: the server here, the clients in workers."""
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    _refuse_telemetry()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns
     # a call of Flower's Python interface is logged as deprecated, and its command is
@@ -116,11 +129,54 @@ def _run_workers(server_app: Any, client_app: Any, clients: int, workers: int) -
         client_app,
         clients,
         backend_config={
-            "init_args": {"num_cpus": workers, "logging_level": logging.ERROR},
+            "init_args": {
+                "num_cpus": min(workers, clients),
+                "logging_level": logging.ERROR,
+            },
             # one each, and so one thread each: torch's would fight for the cores
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         },
     )
+
+
+def _refuse_telemetry() -> None:
+    """Flower tells its makers of every simulation, unless the user has decided.
+
+    It reads the variable when it is imported, which has happened by now.
+    """
+    if os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0") == "0":
+        flwr_part("supercore.telemetry").FLWR_TELEMETRY_ENABLED = "0"
+
+
+class _Stoppable:
+    """A grid whose waiting ends when the simulation does.
+
+    Flower runs the server in a thread that outlives an interrupt, and waits there for
+    answers that nobody will give.
+    """
+
+    def __init__(self, grid: Any, stop: threading.Event) -> None:
+        self._grid, self._stop = grid, stop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def send_and_receive(
+        self, messages: Iterable[Any], *, timeout: float | None = None
+    ) -> list[Any]:
+        """As Flower's own, but for the end."""
+        waiting = set(self._grid.push_messages(messages))
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
+        found: list[Any] = []
+        while waiting and time.monotonic() < end:
+            if self._stop.is_set():
+                raise CurvedpError("the simulation was stopped")
+            replies = list(self._grid.pull_messages(waiting))
+            waiting -= {reply.metadata.reply_to_message_id for reply in replies}
+            found += replies
+            if waiting:
+                time.sleep(0.05)
+        return found
 
 
 # -- in a worker -----------------------------------------------------------------------
