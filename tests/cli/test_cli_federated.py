@@ -75,6 +75,8 @@ def test_simulation_from_a_file(call, tmp_path):
         (("--partition", "dirichlet:x"), "dirichlet"),
         (("--relation", "add-remove"), "declare sizes"),
         (("--delta", "0.1"), "delta"),
+        (("--epsilon", "0"), "epsilon is 0"),
+        (("--epsilon", "inf"), "epsilon is inf"),
         (("--set", "rho=1"), "no setting rho"),
     ],
 )
@@ -107,6 +109,9 @@ def test_a_config_file_with_an_unknown_setting_is_refused(call, tmp_path):
         ("seed = 0.5", "seed of a federation is 0.5"),
         ('delta = "small"', "delta of a federation is 'small'"),
         ("exact_frames = 1", "exact_frames of a federation is 1"),
+        ("seed = -1", "seed of a federation is -1"),
+        ("data_options = {day = 2026-01-02}", "no text, number, list or table"),
+        ("dropouts = -1", "dropouts is -1"),
     ],
 )
 def test_a_config_file_with_an_unreadable_value_is_refused(call, tmp_path, line, words):
@@ -169,3 +174,30 @@ def test_a_deployment_needs_keys_or_says_that_it_has_none(call, tmp_path):
     (tmp_path / "federation.toml").write_text("epsilon = 1.0\n")
     done = call("federated", "server", "federation.toml", "--run-dir", "s", code=2)
     assert "sizes of the clients are not declared" in done.stderr
+
+
+def test_a_config_file_that_is_no_text_is_refused(call, tmp_path):
+    (tmp_path / "federation.toml").write_bytes(b'data = "\xff\xfe"\n')
+    done = call("federated", "views", "federation.toml", code=2)
+    assert "is not TOML" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--clients", "2", "--host", "münchen.example"), "xn--"),
+        (("--clients", "0"), "keys for 0 clients"),
+    ],
+)
+def test_keys_that_cannot_be_made_leave_no_folder(call, tmp_path, more, words):
+    pytest.importorskip("cryptography")
+    assert words in call("federated", "keys", "keys", *more, code=2).stderr
+    assert not (tmp_path / "keys").exists()
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\tb"])
+def test_a_folder_that_flower_would_take_for_another_is_refused(call, tmp_path, name):
+    """It reads a path up to the first quotation mark: the ledger would be elsewhere."""
+    done = call("federated", "client", "0", "--run-dir", name, "--insecure", code=2)
+    assert "Flower cannot be told the path" in done.stderr
+    assert not (tmp_path / name).exists()

@@ -110,7 +110,7 @@ _Seen = list[tuple[float, float, int]]
 
 def _distances(event: Event, relation: Relation) -> tuple[float, _Seen]:
     """``sum mu_t^2`` of the steps that happened, and those of the seen coins."""
-    kappa = 2.0 if relation is Relation.REPLACE_ONE else 1.0
+    kappa = 2.0 if Relation.parse(relation) is Relation.REPLACE_ONE else 1.0
     always, seen = 0.0, []
     for part, count in tally([event]).parts:
         if count == 0:

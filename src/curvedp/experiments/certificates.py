@@ -40,6 +40,9 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str]) -> None:
             f"{folder} exists already, and keys are never overwritten",
             "name a folder that does not exist",
         )
+    if clients < 1:
+        raise ConfigurationError(f"keys for {clients} clients", "give 1 or more")
+    names = x509.SubjectAlternativeName([_alternative(x509, host) for host in hosts])
     make_folder(folder)
     encoding, plain = serialization.Encoding.PEM, serialization.NoEncryption()
 
@@ -84,7 +87,6 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str]) -> None:
     )
     server = new_key("server")
     issued_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key())
-    names = x509.SubjectAlternativeName([_alternative(x509, host) for host in hosts])
     (folder / "server.crt").write_bytes(
         certificate(server, name_of(hosts[0]), (names, False), (issued_by, False))
     )
@@ -99,7 +101,15 @@ def _alternative(x509: Any, host: str) -> Any:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        pass
+    try:
         return x509.DNSName(host)
+    except ValueError:
+        raise ConfigurationError(
+            f"{host!r} cannot stand in a certificate",
+            "give the name in ASCII: names with other letters have a form that begins "
+            "with xn--",
+        ) from None
 
 
 def refuse_unnamed(keys: Path, host: str) -> None:

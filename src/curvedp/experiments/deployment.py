@@ -245,15 +245,17 @@ def run_client(
     ClientTerms(own, max_epsilon, delta)
     _check_client(number, own, superlink, keys, data)
     folder = run_dir.absolute()
+    _quoted(folder)  # before anything is made there
     home = folder / "flower"
     home.mkdir(parents=True, exist_ok=True)
-    node = f'client={number} run-dir="{folder}"'
+    node = f"client={number} run-dir={_quoted(folder)}"
     if config is not None:
-        node += f' config="{config.absolute()}"'
+        node += f" config={_quoted(config.absolute())}"
     limits = {"max-epsilon": max_epsilon, "delta": delta}
     node += "".join(f" {k}={float(v)!r}" for k, v in limits.items() if v is not None)
     if data:
-        node += f' data="{Path(data).absolute() if Path(data).exists() else data}"'
+        named = Path(data).absolute() if Path(data).exists() else data
+        node += f" data={_quoted(named)}"
     secured = ["--insecure"]
     if keys is not None:
         secured = [
@@ -309,3 +311,18 @@ def _check_client(
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in values.items() if v is not None}
+
+
+def _quoted(value: Path | str) -> str:
+    """A path as Flower reads it; it would end at a quotation mark, in another folder.
+
+    Raises:
+        ConfigurationError: it has a character that cannot be quoted.
+    """
+    text = str(value)
+    if '"' in text or "\\" in text or not text.isprintable():
+        raise ConfigurationError(
+            f"Flower cannot be told the path {text!r}",
+            "name it without quotation marks, backslashes and control characters",
+        )
+    return f'"{text}"'

@@ -7,6 +7,7 @@ said on the command line of each.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -124,6 +125,10 @@ class FederationConfig:
                 raise ConfigurationError(
                     f"{own.name} of a federation is {value!r}", f"give {words}"
                 )
+        if self.seed < 0:
+            raise ConfigurationError(
+                f"seed of a federation is {self.seed}", "give a number from 0 on"
+            )
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> FederationConfig:
@@ -155,8 +160,15 @@ class FederationConfig:
             raise ConfigurationError(
                 f"{path} cannot be read: {error.strerror}", "give a TOML file"
             ) from error
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path} is not TOML: {error}") from error
+        try:
+            json.dumps(content)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{path} has a value that is no text, number, list or table: {error}",
+                "write a date as text, in quotation marks",
+            ) from error
         return cls.from_mapping(content)
 
     def to_json(self) -> dict[str, Any]:
@@ -229,14 +241,10 @@ class FederationConfig:
 
     def plan(self) -> FederatedPlan:
         """The plan; sizes must be declared."""
-        if self.unit not in [unit.value for unit in Unit]:
-            raise ConfigurationError(
-                f"unknown unit {self.unit!r}", "write record or client"
-            )
         federation = Federation(
             self.declared().sizes,
             self.rounds,
-            unit=Unit(self.unit),
+            unit=Unit.parse(self.unit),
             relation=Relation.parse(self.relation or "add-remove"),
             client_rate=self.client_rate,
             record_rate=self.record_rate,

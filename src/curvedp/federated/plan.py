@@ -20,6 +20,7 @@ from curvedp.accounting import (
     get_accountant,
     repeated,
 )
+from curvedp.accounting._validate import check_epsilon
 from curvedp.accounting.calibrate import solve_sigma
 from curvedp.barrier import Relation
 from curvedp.errors import ConfigurationError
@@ -89,6 +90,7 @@ class FederatedPlan:
                 "epsilon=1.0 is a strong guarantee, 8.0 a weak one",
             )
         if epsilon is not None:
+            check_epsilon(epsilon)
             noise_multiplier = _calibrated(federation, chosen, epsilon, delta)
         assert noise_multiplier is not None
         return cls(federation, chosen, bound, noise_multiplier, delta, epsilon)
@@ -144,7 +146,10 @@ class FederatedPlan:
             lines.append(
                 ("if the server looks", f"epsilon {_shown(own)} (each-client)")
             )
-        return lines
+        apart = "settings chosen by looking at results; side channels such as timing"
+        if not self.view.is_secure:  # whose noise is whole numbers, drawn exactly
+            apart += "; the rounding of floating-point noise"
+        return [*lines, ("not covered", apart)]
 
     def _hidden(self) -> bool:
         """Whether the view each-client has no meaning for this unit and relation."""

@@ -171,8 +171,9 @@ class SecureAsk:
             if len(nodes) < self._sums.threshold:
                 break
             attempt = _Attempt(task, nodes)
+            grid = ScreenedGrid(self._ask.grid, task, nodes, self._ask.on_refusal)
             flow = self._workflow(
-                len(nodes),
+                1.0,  # shares of a secret for everybody: Flower takes no 2 as a number
                 # Flower takes all of them as a share of 1
                 1.0 if self._sums.threshold == len(nodes) else self._sums.threshold,
                 max_weight=1.0,
@@ -181,7 +182,6 @@ class SecureAsk:
                 modulus_range=MODULUS,
                 timeout=self._ask.timeout,
             )
-            grid = ScreenedGrid(self._ask.grid, task, nodes, self._ask.on_refusal)
             try:
                 flow(grid, attempt.context())
             except Exception as error:  # of Flower's, on bytes that clients have sent

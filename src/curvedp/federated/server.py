@@ -16,6 +16,7 @@ A round that was closed is repeated from what is stored, or moves nothing.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from curvedp.train.checkpoint import Checkpoint
 from curvedp.update import BackMap, apply_release
 
 __all__ = ["RoundReport", "Server"]
+
+_log = logging.getLogger(__name__)
 
 #: In the ledger of a trusted aggregator, where no later payment says it.
 _ALL_CLOSED = "all planned rounds are closed"
@@ -101,6 +104,12 @@ class Server:
         self.grid = (
             SumGrid.of(plan, shared.coordinates) if plan.view.is_secure else None
         )
+        if not 1 <= least_clients <= plan.federation.clients:
+            raise ConfigurationError(
+                f"a round shall have {least_clients} clients at least, and the plan "
+                f"has {plan.federation.clients}",
+                "lower least_clients; a round that has fewer is not made",
+            )
         self.least_clients = least_clients
         self.shared = shared
         self.round = 0
@@ -200,9 +209,14 @@ class Server:
         if self.grid is not None:
             return None  # its values are in the sum
         try:
-            checked_parameters(release.values, shared.parameters, "its values")
+            values = checked_parameters(release.values, shared.parameters, "its values")
         except RoundError as error:
             return error.problem
+        clients = shared.plan.federation.clients
+        for name, value in values.items():
+            # so many of them must not add up to infinity
+            if float(value.abs().max()) > torch.finfo(value.dtype).max / (2 * clients):
+                return f"its values: {name!r} is too large to be added up"
         return None
 
     def close_round(self, updates: Sequence[Update]) -> RoundReport:
@@ -231,7 +245,12 @@ class Server:
                 refused[update.client] = reason
         # a small draw is no fault: asked again, it would be the same
         least = min(self.least_clients, len(asked))
-        if len(accepted) < least and not self.hides_participants:
+        if len(accepted) < least and self.hides_participants:
+            # to refuse it would tell who was drawn; its operator may know
+            _log.warning(
+                "round %s is made of fewer clients than it should have", self.round
+            )
+        elif len(accepted) < least:
             reasons = "; ".join(f"client {c}: {why}" for c, why in refused.items())
             raise RoundError(
                 f"round {self.round} has {len(accepted)} usable updates, and "
@@ -377,9 +396,17 @@ class Server:
         )
 
     def _end_round(self) -> None:
+        self._keep_map()
         self.round += 1
         self._save()
         self._files.forget_drawn()
+
+    def _keep_map(self) -> None:
+        """Make the map that is due in a round, also in one that moves nothing.
+
+        Later rounds use it, and of a round that is over it could not be made.
+        """
+        self.shared.whiteners.at(self.round)
 
     # -- files ------------------------------------------------------------------------
 
@@ -417,7 +444,9 @@ class Server:
             self.round += 1
         if self.round < self._closed():
             self._files.give_up(self.round, self._closed())
-            self.round = self._closed()
+            while self.round < self._closed():
+                self._keep_map()
+                self.round += 1
         if self.round > stored.step:
             self._save()
         if not self.rounds_left:

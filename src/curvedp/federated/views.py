@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from curvedp.accounting import (
     Event,
@@ -48,6 +48,8 @@ from curvedp.errors import ConfigurationError
 from curvedp.values import is_number, is_whole
 
 __all__ = ["Federation", "Observer", "Unit", "View"]
+
+_E = TypeVar("_E", bound=Enum)
 
 
 class Observer(Enum):
@@ -77,6 +79,11 @@ class Unit(Enum):
     RECORD = "record"
     CLIENT = "client"
 
+    @classmethod
+    def parse(cls, value: Unit | str) -> Unit:
+        """Read a unit from its printed name."""
+        return _member(cls, value, "unit")
+
 
 @dataclass(frozen=True)
 class View:
@@ -95,6 +102,8 @@ class View:
     dropouts: int = 0
 
     def __post_init__(self) -> None:
+        # text would pass for none of them where they are compared
+        object.__setattr__(self, "observer", _member(Observer, self.observer, "view"))
         for name in ("colluding", "dropouts"):
             if not is_whole(getattr(self, name)):
                 raise ConfigurationError(
@@ -106,13 +115,7 @@ class View:
         """A view by the name of its observer; a view passes through."""
         if isinstance(view, View):
             return view
-        try:
-            return cls(Observer(view), colluding, dropouts)
-        except ValueError:
-            names = ", ".join(o.value for o in Observer)
-            raise ConfigurationError(
-                f"unknown view {view!r}", f"choose one of: {names}"
-            ) from None
+        return cls(_member(Observer, view, "view"), colluding, dropouts)
 
     @property
     def is_secure(self) -> bool:
@@ -164,6 +167,9 @@ class Federation:
     record_rate: float = 1.0
 
     def __post_init__(self) -> None:
+        # text would pass for none of them where they are compared
+        object.__setattr__(self, "unit", Unit.parse(self.unit))
+        object.__setattr__(self, "relation", Relation.parse(self.relation))
         if not self.sizes or not all(is_number(n) and n > 0 for n in self.sizes):
             raise ConfigurationError(
                 f"declared sizes are {self.sizes!r}",
@@ -266,3 +272,12 @@ class Federation:
             "client_rate": self.client_rate,
             "record_rate": self.record_rate,
         }
+
+
+def _member(kind: type[_E], value: _E | str, what: str) -> _E:
+    """One of a kind by itself or by its name."""
+    for member in kind:
+        if value is member or value == member.value:
+            return member
+    names = ", ".join(str(member.value) for member in kind)
+    raise ConfigurationError(f"unknown {what} {value!r}", f"choose one of: {names}")
