@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import pytest
 
-from . import correlated_faults, curvature_faults, peer_faults, rule_faults
+from . import (
+    correlated_faults,
+    curvature_faults,
+    federated_faults,
+    peer_faults,
+    rule_faults,
+)
 from .mutate import planted
 from .peers import PEERS
 
 FAULTS = rule_faults.FAULTS + curvature_faults.FAULTS + peer_faults.FAULTS
-FAULTS += correlated_faults.FAULTS
+FAULTS += correlated_faults.FAULTS + federated_faults.FAULTS
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(f.check for f in FAULTS))
