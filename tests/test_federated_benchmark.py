@@ -93,15 +93,13 @@ def test_clients_with_their_own_sizes_run_apart(bench, folder, arm):
 
 
 def test_every_arm_has_the_same_number_of_trials_and_its_settings_exist(bench):
-    for study in bench.ARMS:
-        counts = set()
+    for study, expected in (("cifar", 22), ("fashion", 16)):
         for group in bench.groups(study):
             tried = list(bench.trials(group))
-            counts.add(len(tried))
+            assert len(tried) == expected
             bench._recipe({**group, **tried[0]})
-        assert counts == {22}
     assert len(list(bench.tuning_specs("cifar", 1))) == 1452
-    assert len(list(bench.tuning_specs("fashion", 1))) == 132
+    assert len(list(bench.tuning_specs("fashion", 1))) == 96
 
 
 def test_a_part_of_the_study_can_be_asked_for(bench):

@@ -46,12 +46,12 @@ Made by `benchmarks/federation/federated.py`; all runs are in
 `benchmarks/federation/results`, and the noise that each epsilon takes in
 `benchmarks/results/federated_noise.json`.
 
-20 clients; each takes one gradient of all its records in every round. Tuning trains on
-all but 5 000 of the training records and scores on those, by code that does not open
-the test file; every method has the same number of trials ({trials}): {steps} lengths of
-the effective step (`learning_rate / rho`, `learning_rate / (1 - momentum)`) times two
-clip bounds or rules. Then everything is fixed, and the test file is scored once for
-each of {seeds} seeds, which are the same for all methods. Choosing by a validation
+20 clients; each sends one clipped gradient in every round. Tuning trains on all but
+5 000 of the training records and scores on those, by code that does not open the test
+file; all methods of a study have the same number of trials: so many lengths of the
+effective step (`learning_rate / rho`, `learning_rate / (1 - momentum)`) times two clip
+bounds, rules or dampings. Then everything is fixed, and the test file is scored once
+for each of {seeds} seeds, which are the same for all methods. Choosing by a validation
 split is not counted in epsilon. Means in per cent; "spread" is the standard deviation
 over the seeds, "to fedgd" the mean of paired differences with its 95 % interval,
 "worst class" the least accuracy of a class.
@@ -59,19 +59,25 @@ over the seeds, "to fedgd" the mean of paired differences with its 95 % interval
 CIFAR = """\
 ## CIFAR-10: DP-FedSOFIM's table 1
 
-Features of a frozen ResNet-20 that was trained on CIFAR-100, a linear head, 70 rounds,
-delta 1e-5. Rows called "the paper" are its figures: another feature extractor, one run,
-settings chosen by the test accuracy. It accounts for what the server sees of each
-client, replacing a record ("each client's update is seen"). Under a secure sum, adding
-or removing a record, the same epsilon takes a ninth of the noise.
+Features of a frozen ResNet-20 that was trained on CIFAR-100, a linear head, 70 rounds
+with all records in each, delta 1e-5; {trials} trials, {steps} lengths of the step. Rows
+called "the paper" are its figures: another feature extractor, one run, settings chosen
+by the test accuracy. It accounts for what the server sees of each client, replacing a
+record ("each client's update is seen"). Under a secure sum, adding or removing a
+record, the same epsilon takes a ninth of the noise.
 """
 FASHION = """\
 ## FashionMNIST: clients that whiten
 
-`small-cnn`, {rounds} rounds, epsilon 2, delta 1e-5, the sum is seen, add/remove. Each
-client of `fedkfc` makes the same map from the shared probe seed, and no message is
-larger for it. "dirichlet, own sizes": classes are split by Dirichlet(0.3), no client
-has fewer than 500 records, and every client declares its own size.
+The net `cnn` with width 8 (two convolutions, tanh, 26 698 parameters), {rounds} rounds,
+epsilon 2, delta 1e-5, the sum is seen. In a round every client draws a tenth of its
+records in secret, which is in the account. {trials} trials, {steps} lengths of the
+step. Each client of `fedkfc` makes the same map from the shared probe seed, and no
+message is larger for it. "iid": all clients declare the same size, add/remove; the mean
+is then the same whoever holds which record. "dirichlet, own sizes": classes are split
+by Dirichlet(0.3), no client has fewer than 500 records, and every client declares its
+own size (zero-out). Records of small clients move the mean most, so the noise is larger
+there.
 """
 
 
@@ -80,12 +86,9 @@ def page(lines, chosen, machines):
     final = [line for line in lines if line["final"]]
     studies = {s: by_group(final, s) for s in ("cifar", "fashion")}
     seeds = Counter(len(runs) for found in studies.values() for runs in found.values())
-    trials = max(own["trials"] for own in chosen.values())
-    yield HEAD.format(
-        trials=trials, steps=trials // 2, seeds="/".join(map(str, sorted(seeds)))
-    )
+    yield HEAD.format(seeds="/".join(map(str, sorted(seeds))))
     if studies["cifar"]:
-        yield CIFAR
+        yield CIFAR.format(**_tried(chosen, "cifar"))
         yield _where(machines["cifar"])
         yield "![accuracy by round](../images/federated.png)\n"
         yield from _tables(studies["cifar"])
@@ -93,10 +96,15 @@ def page(lines, chosen, machines):
         yield from _classes(studies["cifar"])
     if studies["fashion"]:
         rounds = next(iter(next(iter(studies["fashion"].values())).values()))["rounds"]
-        yield FASHION.format(rounds=rounds)
+        yield FASHION.format(rounds=rounds, **_tried(chosen, "fashion"))
         yield _where(machines["fashion"])
         yield from _tables(studies["fashion"])
     yield from _chosen(chosen)
+
+
+def _tried(chosen, study):
+    found = {own["trials"] for g, own in chosen.items() if json.loads(g)[0] == study}
+    return {"trials": "/".join(map(str, sorted(found))), "steps": max(found) // 2}
 
 
 def _where(machine):
@@ -122,11 +130,10 @@ def _tables(found):
         }
         rounds = sorted(int(r) for r in next(iter(own["fedgd"].values()))["curve"])
         where = "" if split == "iid" and len(rounds) == 7 else f", {split}"
-        named = (
-            "No noise"
-            if account == "none"
-            else f"Epsilon {epsilon:g}, {ACCOUNTS[account]}"
-        )
+        told = ACCOUNTS[account]
+        if "own sizes" in split:
+            told = told.replace("add/remove", "zero-out")
+        named = "No noise" if account == "none" else f"Epsilon {epsilon:g}, {told}"
         yield f"### {named}{where}\n"
         head = [*map(str, rounds), "spread", "to fedgd", "worst class", "seeds"]
         yield "| round | " + " | ".join(head) + " |"

@@ -29,7 +29,7 @@ from curvedp.models import build
 from curvedp.recipes import get_federated_recipe
 
 #: Rows of a pass: the linear head takes all at once.
-ROWS = {"cifar": 65536, "fashion": 4096}
+ROWS = {"cifar": 65536, "fashion": 512}
 
 
 def run(spec, folder, device, *, final, apart=False, rounds=None, rows=None):
@@ -115,7 +115,7 @@ def _shared(study, recipe, plan, x, device, seed):
         torch.nn.init.zeros_(model.weight)
         torch.nn.init.zeros_(model.bias)
     else:
-        model = build("small-cnn", tuple(x.shape[1:]), 10)
+        model = build("cnn", tuple(x.shape[1:]), 10, width=8)
     target = torch.zeros(1, dtype=torch.long, device=device)
     template = Batch(torch.zeros_like(x[:1]), target)
     return Shared(
