@@ -29,12 +29,17 @@ from torch import Tensor
 from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.barrier import Release
 from curvedp.errors import BudgetError, ConfigurationError, RoundError
+from curvedp.federated.aggregation import (
+    hides_participants,
+    is_trusted,
+    mean_of_updates,
+    share_std,
+)
 from curvedp.federated.common import Shared, checked_parameters, open_federated_ledger
 from curvedp.federated.folder import ServerFolder
 from curvedp.federated.messages import Task, Update
 from curvedp.federated.secure import SumGrid, Total
-from curvedp.federated.views import Observer, Unit
-from curvedp.noise import RandomStreams, mean_release, restore_release
+from curvedp.noise import RandomStreams, restore_release
 from curvedp.train.checkpoint import Checkpoint
 from curvedp.update import BackMap, apply_release
 
@@ -311,12 +316,7 @@ class Server:
         """Noise in what a client sends."""
         if self.grid is not None:
             return self.grid.share(client).noise_std
-        return self._share_std(client)
-
-    def _share_std(self, client: int) -> float:
-        """Noise in a client's update, after its division."""
-        plan = self.shared.plan
-        return plan.share_multiplier * plan.bound / plan.divisors[client]
+        return share_std(self.shared.plan, client)
 
     def _frame(self) -> str:
         return self.shared.whitener_at(self.round, {}).frame
@@ -324,48 +324,24 @@ class Server:
     @property
     def hides_participants(self) -> bool:
         """Whether who was drawn is a secret that the guarantee rests on."""
-        facts = self.shared.plan.federation
-        drawn = facts.unit is Unit.CLIENT and facts.client_rate < 1
-        return self._is_trusted and drawn
+        return hides_participants(self.shared.plan)
 
     def _mean(self, accepted: dict[int, Update]) -> Release:
-        """Mean of the updates, with the noise that the view's account relies on."""
-        plan = self.shared.plan
-        facts = plan.federation
-        divisor = float(len(accepted) or 1)
-        if self.hides_participants:
-            divisor = facts.client_rate * facts.clients
-        missing = [i for i in range(facts.clients) if i not in accepted]
-        top_up = 0.0
-        if self._is_trusted and missing:
-            top_up = math.hypot(*(self._share_std(i) for i in missing))
-        releases = [accepted[i].release for i in sorted(accepted)]
-        if not releases:  # nobody was drawn: noise alone, and it counts
-            releases = [self._nothing()]
-        mean = mean_release(
-            releases,
-            divisor,
-            top_up=top_up,
-            streams=self._streams,
+        return mean_of_updates(
+            self.shared.plan,
+            {client: update.release for client, update in accepted.items()},
+            self._nothing,
+            self._streams,
             at=(self.round, self.ledger.next_attempt(self.round)),
         )
-        if not self.hides_participants:
-            return mean
-        # the same number whoever was drawn; as it was added up, its rounding would tell
-        std = math.hypot(*(self._share_std(i) for i in range(facts.clients))) / divisor
-        return restore_release(mean.values, mean.frame, mean.step, noise_std=std)
 
     def _nothing(self) -> Release:
         zeros = {n: torch.zeros_like(p) for n, p in self.shared.parameters.items()}
         return restore_release(zeros, self._frame(), self.round, noise_std=0.0)
 
-    @property
-    def _is_trusted(self) -> bool:
-        return self.shared.plan.view.observer is Observer.TRUSTED_AGGREGATE
-
     def _apply(self, mean: Release) -> None:
         """Move the parameters by the mean of a round, which is stored before."""
-        if self._is_trusted:
+        if is_trusted(self.shared.plan):
             self._say_closed()
         self._files.keep(mean)
         self._move(mean)
