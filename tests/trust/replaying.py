@@ -148,9 +148,14 @@ OF_IMAGES = [{"augment": lambda x, generator: 0.5 * x, "views": 2}]
 
 
 def fits(recipe, options):
-    """Correlated noise is refused with a grid and with a threshold that moves."""
-    apart = options.get("secure") or options.get("clipping") == "adaptive"
-    return RECIPES[recipe].correlation is None or not apart
+    """Correlated noise is refused with a grid and with a threshold that moves.
+
+    Parts that are clipped by themselves are refused with the latter as well.
+    """
+    moves, own = options.get("clipping") == "adaptive", RECIPES[recipe]
+    if moves and own.curvature is not None and own.curvature.moments == "subspace":
+        return False
+    return own.correlation is None or not (moves or options.get("secure"))
 
 
 def cases(recipes=None):

@@ -9,7 +9,15 @@ from curvedp.testing import NeighbourError
 from curvedp.train.whitened import CurvatureSource
 
 from ..faults.mutate import Patch, planted
-from .replaying import LIMIT, PRIVATE, Case, cases, replayed, through_the_trainer
+from .replaying import (
+    LIMIT,
+    PRIVATE,
+    Case,
+    attach,
+    cases,
+    replayed,
+    through_the_trainer,
+)
 
 
 def few():
@@ -38,6 +46,12 @@ def test_the_short_form_has_everything():
     assert {case.passed for case in SHORT} == {"", "traced", "graphed"}
     chosen = {name for case in SHORT for name in case.options}
     assert chosen == {name for case in cases() for name in case.options}
+
+
+def test_every_case_of_the_long_form_can_be_attached():
+    """Variations go round over recipes: one more of them, and other pairs meet."""
+    for case in cases():
+        assert attach(case)
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)
