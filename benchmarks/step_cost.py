@@ -226,6 +226,7 @@ def main():
             print(f"{name}: left for the next run, the time is up", file=sys.stderr)
             continue
         row = measure(net, options.device, options.repeats, options.precision, __file__)
+        row["date"] = result["date"]
         result["rows"].append(row)
         # after every net, so that what was measured outlives an interruption
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -34,9 +34,15 @@ def table(result):
         "",
         f"{result['machine']}, {where}, {precisions}; torch {result['torch']}, Opacus "
         f"{opacus}, Python {result['python']}; medians of {result['repeats']} "
-        f"rounds; {result['date']}.",
+        f"rounds; {_dates(result)}.",
     ]
     return "\n".join(lines)
+
+
+def _dates(result):
+    """Of the rows; those that do not say it are as old as the file."""
+    found = {row.get("date", result["date"]) for row in result["rows"]}
+    return " and ".join(sorted(found))
 
 
 def _steps(result):
