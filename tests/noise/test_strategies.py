@@ -323,3 +323,9 @@ class TestOptimum:
             Banded(-np.ones((1, 3)))
         with pytest.raises(ConfigurationError, match="bands"):
             BandedToeplitz(np.ones(4), 3)
+
+
+@pytest.mark.parametrize("rates", [(), (1.0, -0.1), (1.0, math.nan), (math.inf,)])
+def test_a_schedule_without_usable_rates_is_refused(rates):
+    with pytest.raises(ConfigurationError, match="learning rate of at least 0"):
+        Schedule(rates)

@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 from curvedp import Trainer, make_private
 from curvedp.errors import CheckpointError, ConfigurationError, DataError
 from curvedp.sampling import AUGMENTATIONS
+from curvedp.sampling.views import Views
 
 from .test_graph import LOSS, Twin
 
@@ -223,3 +224,12 @@ def test_refusals(tmp_path):
     private = attach(augment=lambda x, _: x[:1])
     with pytest.raises(DataError, match="as many views"):
         next(iter(private.loader))
+
+
+def test_two_rows_of_inputs_alone_are_not_taken_for_inputs_and_targets():
+    views = Views.of(lambda x, generator: x, K, lambda *_: torch.Generator())
+    rows = torch.arange(8.0).reshape(2, 4)
+    assert torch.equal(views.expand(rows, 0, 0), rows.repeat_interleave(K, 0))
+    x, y = views.expand((rows, torch.tensor([0, 1])), 0, 0)
+    assert torch.equal(x, rows.repeat_interleave(K, 0))
+    assert y.tolist() == [0] * K + [1] * K
