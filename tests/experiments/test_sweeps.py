@@ -1,6 +1,8 @@
 """Sweeps: trials are runs, studies are shared, the best one is told."""
 
+import contextlib
 import json
+import sqlite3
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from curvedp.experiments import (
     sweep,
 )
 from curvedp.experiments.runs import StopRequest
+from curvedp.experiments.sweeps.files import refuse_foreign_file
 from curvedp.experiments.sweeps.results import train_command
 from curvedp.experiments.sweeps.study import default_storage, hidden
 from curvedp.recipes import Choice
@@ -193,3 +196,33 @@ def test_the_printed_command_trains_on_the_same_views_in_the_same_precision(priv
 
 def test_default_storage_is_in_the_folder(tmp_path):
     assert default_storage(tmp_path) == f"sqlite:///{tmp_path}/study.db"
+
+
+@pytest.mark.parametrize("made", range(14))
+def test_a_study_whose_tables_were_begun_is_gone_on_with(tmp_path, made):
+    """Optuna makes them one after the other, and a kill comes between any two."""
+    optuna = pytest.importorskip("optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    whole, begun = tmp_path / "whole.db", tmp_path / "begun.db"
+    optuna.storages.RDBStorage(f"sqlite:///{whole}")
+    with contextlib.closing(sqlite3.connect(whole)) as database:
+        tables = database.execute(
+            "select sql from sqlite_master where type = 'table' order by rowid"
+        ).fetchall()
+    assert len(tables) >= 13
+    with contextlib.closing(sqlite3.connect(begun)) as database:
+        for (sql,) in tables[:made]:
+            database.execute(sql)
+        database.commit()
+    refuse_foreign_file(f"sqlite:///{begun}")
+    optuna.create_study(storage=f"sqlite:///{begun}", study_name="goes-on")
+
+
+def test_a_database_of_something_else_is_refused(tmp_path):
+    file = tmp_path / "customers.db"
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        for name in ("studies", "customers"):  # one of optuna's names by chance
+            database.execute(f"create table {name} (name text)")
+        database.commit()
+    with pytest.raises(StorageError, match="something else"):
+        refuse_foreign_file(f"sqlite:///{file}")
