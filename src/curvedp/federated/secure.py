@@ -132,7 +132,7 @@ class SumGrid:
         ``n`` shares are a part: in some of many coordinates it shows.
         """
         most = shares * self.half_range * (1 + 1e-6)  # Flower's own rounding
-        return all(float(values.abs().max()) <= most for values in total.values())
+        return all(bool((values.abs() <= most).all()) for values in total.values())
 
     def mean(
         self,
