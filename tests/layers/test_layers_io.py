@@ -12,7 +12,7 @@ from curvedp.errors import LoopError
 from curvedp.layers import Batch, Recording, as_call, costs, cover, synthesiser_like
 from curvedp.layers.conv import ConvGeometry
 from curvedp.layers.costs import NormMethod, choose_method
-from curvedp.layers.dense import DenseIO
+from curvedp.layers.dense import DenseIO, Geometry
 from curvedp.layers.direct import Expanded
 from curvedp.layers.io import DirectIO
 from curvedp.testing import (
@@ -103,21 +103,22 @@ def test_small_gradients_settle_and_inputs_of_large_ones_stay():
         assert torch.equal(g, convolution.grads[name])
 
 
-def test_a_gpu_writes_down_somewhat_larger_gradients(monkeypatch):
+def test_convolutions_write_down_somewhat_larger_gradients(monkeypatch):
     # kept 8 x 16 + 12 x 16 values, gradient 12 x 8 x 9; the second is an outer product
     model = nn.Sequential(
         nn.Conv2d(8, 12, 3, padding=1), nn.Flatten(), nn.Linear(192, 2)
     )
     batch = Batch(torch.randn(SIZE, 8, 4, 4), torch.zeros(SIZE, dtype=torch.int64))
     coverage = cover(model, synthesiser_like(batch, model), loss)
+    monkeypatch.setattr(costs, "SETTLED_OVER_KEPT", 1)
     before = record(model, coverage, batch, SIZE, loss)
     assert all(isinstance(io, DenseIO) for io in before)
-    monkeypatch.setattr(costs, "SETTLED_OVER_KEPT", {"cpu": 3})
+    monkeypatch.setattr(costs, "SETTLED_OVER_KEPT", 3)
     convolution, head = record(model, coverage, batch, SIZE, loss)
     assert isinstance(convolution, DirectIO)
     assert isinstance(head, DenseIO)
     assert torch.allclose(convolution.sq_norms(), before[0].sq_norms(), rtol=SAME)
-    monkeypatch.setattr(costs, "SETTLED_OVER_KEPT", {"cpu": 2})
+    monkeypatch.setattr(costs, "SETTLED_OVER_KEPT", 2)
     assert isinstance(record(model, coverage, batch, SIZE, loss)[0], DenseIO)
 
 
@@ -171,6 +172,64 @@ def test_both_ways_to_sum_a_convolution_agree_with_autograd(module, monkeypatch)
     monkeypatch.setattr("curvedp.layers.conv.CHUNK_ELEMENTS", {"cpu": 1})
     chunked = geometry._weight_sum_rows(x, d)
     assert (chunked - expected).norm() <= SAME * expected.norm()
+
+
+WIDE_CONVOLUTIONS = [
+    nn.Conv1d(16, 6, 3, stride=2, padding=1, groups=2),
+    nn.Conv2d(8, 12, 3, padding=1),
+    nn.Conv2d(8, 5, (3, 2), (2, 1), (1, 2), (1, 2)),
+    nn.Conv2d(32, 8, 3, groups=4),
+    nn.Conv2d(9, 4, 3, padding=1, padding_mode="reflect"),
+    nn.Conv2d(8, 3, 1, stride=2),
+    nn.Conv3d(8, 6, 2, padding="same"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@pytest.mark.parametrize("module", WIDE_CONVOLUTIONS, ids=str)
+def test_gradients_by_the_kernel_of_a_cpu_are_those_of_patches(module):
+    side = {nn.Conv1d: (11,), nn.Conv2d: (7, 9), nn.Conv3d: (4, 3, 5)}[type(module)]
+    x = torch.randn(SIZE, module.in_channels, *side)
+    d = torch.randn_like(module(x))
+    geometry = ConvGeometry.of(module)
+    if torch.backends.mkldnn.is_available():
+        assert not geometry.needs_rows(x)
+    assert geometry.needs_rows(x.double())
+    groups = module.groups
+    shape = (SIZE, groups, module.out_channels // groups, module.weight[0].numel())
+    found, patches = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    geometry.gradients(x, d, out=found)
+    Geometry.gradients(geometry, x, d, out=patches)
+    for i in range(SIZE):
+        (alone,) = torch.autograd.grad(
+            module(x[i : i + 1]), module.weight, d[i : i + 1]
+        )
+        for way in (found, patches):
+            own = way[i].reshape(alone.shape)
+            assert (own - alone).norm() <= SAME * alone.norm()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4, 8])
+def test_where_an_example_stands_does_not_change_its_gradient(at_once, monkeypatch):
+    module = nn.Conv2d(16, 16, 3, padding=1)
+    x = torch.randn(5, 16, 32, 32)
+    d = torch.randn_like(module(x))
+    # inputs, output gradients and gradients of as many examples
+    each = 2 * 16 * 1024 + module.weight.numel()
+    monkeypatch.setattr(costs, "CHUNK_ELEMENTS", {"cpu": at_once * each})
+
+    def written(order):
+        calls = [(x[order], d[order])]
+        io = DenseIO("c", "w", None, calls, ConvGeometry.of(module))
+        return io.per_example()["w"]
+
+    order = torch.tensor([4, 2, 0, 3, 1])
+    assert torch.equal(written(order), written(torch.arange(5))[order])
+
+
+def test_a_convolution_of_few_channels_keeps_to_patches():
+    geometry = ConvGeometry.of(nn.Conv2d(3, 8, 3))
+    assert geometry.needs_rows(torch.randn(2, 3, 5, 5))
 
 
 def test_layouts_put_copies_where_they_broadcast():

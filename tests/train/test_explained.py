@@ -28,7 +28,8 @@ def model():
     """Gradients written down, instantiated, from Gram matrices; an outer product."""
     return nn.Sequential(
         nn.Conv2d(2, 8, 3, stride=2), nn.GroupNorm(2, 8), nn.Tanh(),
-        nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Conv2d(8, 40, 2), nn.Tanh(),
+        nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Conv2d(8, 9, 3, padding=1), nn.Tanh(),
+        nn.Conv2d(9, 40, 2), nn.Tanh(),
         nn.Flatten(), nn.Linear(160, 3),
     )  # fmt: skip
 

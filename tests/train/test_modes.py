@@ -346,6 +346,6 @@ def test_kept_decides_by_bytes_what_is_written_down():
 
     assert ways() == {"1": "written", "3": "product"}  # 40 elements in place of 78
     assert ways(precision="bf16-kept") == {"1": "instantiate", "3": "product"}
-    assert writes_down(DenseShape(1, 4, 10, 5), 50, "cpu")
-    assert not writes_down(DenseShape(1, 4, 10, 5), 99, "cuda", lean=True)
-    assert writes_down(DenseShape(1, 4, 10, 5), 100, "cuda", lean=True)
+    assert writes_down(DenseShape(1, 4, 10, 5), 50)
+    assert not writes_down(DenseShape(1, 4, 10, 5), 99, lean=True)
+    assert writes_down(DenseShape(1, 4, 10, 5), 100, lean=True)

@@ -20,6 +20,9 @@ from curvedp.layers.io import CHUNK_ELEMENTS
 
 __all__ = ["ConvGeometry", "transposed_input"]
 
+#: Channels a group from which on a CPU's own kernel is faster than patches.
+FEWEST_CHANNELS = 8
+
 _Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
@@ -90,20 +93,22 @@ class ConvGeometry(Geometry):
         return F.pad(x, list(self.pad), mode=self.pad_mode)
 
     def input_rows(self, x: Tensor) -> Tensor:
+        # whole lines of the image stay together in [b, G, p, T], seen from the other
+        # side: they are copied faster that way
+        patches, n = self._patches(x), len(self.kernel)
+        b, out = len(x), math.prod(patches.shape[3 : 3 + n])
+        order = [0, 1, 2, *range(3 + n, 3 + 2 * n), *range(3, 3 + n)]
+        return patches.permute(order).reshape(b, self.groups, self._patch, out).mT
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """All of them as a view, ``[b, G, C/G, *out, *kernel]``."""
         x = self._padded(x)
         b, channels = x.shape[:2]
         x = x.reshape(b, self.groups, channels // self.groups, *x.shape[2:])
-        n = len(self.kernel)
-        for i, (k, s, dil) in enumerate(
-            zip(self.kernel, self.stride, self.dilation, strict=True)
-        ):
+        steps = zip(self.kernel, self.stride, self.dilation, strict=True)
+        for i, (k, s, dil) in enumerate(steps):
             x = x.unfold(3 + i, dil * (k - 1) + 1, s)[..., ::dil]
-        # [b, G, C/G, *out, *kernel] -> [b, G, C/G * kernel, T], and seen from the other
-        # side: copied this way, whole lines of the image stay together
-        out = x.shape[3 : 3 + n]
-        order = [0, 1, 2, *range(3 + n, 3 + 2 * n), *range(3, 3 + n)]
-        patch = x.shape[2] * math.prod(self.kernel)
-        return x.permute(order).reshape(b, self.groups, patch, math.prod(out)).mT
+        return x
 
     def output_rows(self, d: Tensor) -> Tensor:
         return d.reshape(d.shape[0], self.groups, d.shape[1] // self.groups, -1).mT
@@ -121,38 +126,70 @@ class ConvGeometry(Geometry):
         each = max(1, self.groups * t * (self._patch + total.shape[1]))
         size = max(1, CHUNK_ELEMENTS.get(x.device.type, 2**20) // each)
         for start in range(0, x.shape[0], size):
-            part = slice(start, start + size)
-            a, rows = self.input_rows(x[part]), self.output_rows(d[part])
-            if self.groups == 1 and x.device.type == "cpu":
-                # example by example: few large products, and no further copy of rows
-                total[0].addbmm_(rows[:, 0].mT, a[:, 0])
-                continue
-            total += rows.transpose(0, 1).flatten(1, 2).mT @ a.transpose(0, 1).flatten(
-                1, 2
-            )
+            self._add_rows(total, x[start : start + size], d[start : start + size])
         return total.reshape(self.weight)
+
+    def _add_rows(self, total: Tensor, x: Tensor, d: Tensor) -> None:
+        if self.groups == 1 and x.device.type == "cpu":
+            # example by example: few large products, and no further copy of rows
+            a, rows = self.input_rows(x), self.output_rows(d)
+            total[0].addbmm_(rows[:, 0].mT, a[:, 0])
+            return
+        # positions of all examples in one product: [G, p, b T], written down at once
+        patches, n = self._patches(x), len(self.kernel)
+        order = [1, 2, *range(3 + n, 3 + 2 * n), 0, *range(3, 3 + n)]
+        a = patches.permute(order).reshape(self.groups, self._patch, -1)
+        rows = d.reshape(len(d), self.groups, total.shape[1], -1).permute(1, 2, 0, 3)
+        total.baddbmm_(rows.reshape(*total.shape[:2], -1), a.mT)
 
     @property
     def _patch(self) -> int:
         return math.prod(self.weight[1:])
 
     def _weight_sum_native(self, x: Tensor, d: Tensor) -> Tensor:
-        zeros = [0] * len(self.kernel)
-        _, weight, _ = torch.ops.aten.convolution_backward(
+        return self._convolved(x, d, self.weight, self.groups)
+
+    def needs_rows(self, x: Tensor) -> bool:
+        native = x.device.type == "cpu" and x.dtype == torch.float32
+        native = native and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        return not native or self.weight[1] < FEWEST_CHANNELS
+
+    def gradients(self, x: Tensor, d: Tensor, out: Tensor) -> None:
+        """As of any layer; on a CPU by its kernel for weights, an example a group.
+
+        That takes half the time of patches and their product.
+        """
+        if self.needs_rows(x):
+            super().gradients(x, d, out)
+            return
+        b = len(x)
+        weight = torch.Size((b * self.weight[0], *self.weight[1:]))
+        x, d = x.flatten(0, 1).unsqueeze(0), d.flatten(0, 1).unsqueeze(0)
+        found = self._convolved(x, d, weight, b * self.groups)
+        out.copy_(found.reshape(out.shape))
+
+    def _convolved(
+        self, x: Tensor, d: Tensor, weight: torch.Size, groups: int
+    ) -> Tensor:
+        """The gradient of a weight by torch's own kernel."""
+        before, after = list(self.pad[::2])[::-1], list(self.pad[1::2])[::-1]
+        if self.pad_mode != "constant" or before != after:
+            x, before = self._padded(x), [0] * len(before)
+        _, found, _ = torch.ops.aten.convolution_backward(
             d.contiguous(),
-            self._padded(x).contiguous(),
-            x.new_empty(self.weight),
+            x.contiguous(),
+            x.new_empty(weight),
             None,
             list(self.stride),
-            zeros,
+            before,
             list(self.dilation),
             False,
-            zeros,
-            self.groups,
+            [0] * len(before),
+            groups,
             [False, True, False],
         )
-        assert isinstance(weight, Tensor)
-        return weight
+        assert isinstance(found, Tensor)
+        return found
 
     def weight_shape(self) -> torch.Size:
         return self.weight

@@ -10,9 +10,9 @@ pass          ``6 G T p r``                  forward, backward and the clipped s
 gram          ``2 G T^2 (p + r)``            less work (and memory) than ``g_i``
 instantiate   ``2 G T p r``                  otherwise: ``g_i`` for a chunk of examples
 product       none                           one position: ``||d|| ||a||``
-written       ``2 G p r``                    ``g_i`` is no larger than inputs and output
-                                             gradients: it is kept in their place, and
-                                             adding it up is what comes on top
+written       ``2 G p r``                    ``g_i`` is not much larger than inputs and
+                                             output gradients: it is kept in their
+                                             place, and adding it up comes on top
 ============  =============================  =========================================
 
 Everything that is decided by shapes is decided here (and, of the map,
@@ -35,10 +35,12 @@ __all__ = [
     "norm_work",
     "pass_work",
     "writes_down",
+    "written_rows",
 ]
 
-#: Elements of scratch memory that a chunk may take: on a CPU what its caches hold.
-CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**28}
+#: Elements of scratch memory that a chunk may take: on a CPU what its caches hold, and
+#: what its allocator has at hand.
+CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
 
 #: The same where memory goes before time. On a GPU half a gigabyte of float64: with
 #: less, norms are slower, and nothing is freed at the peak, in the backward pass.
@@ -46,7 +48,7 @@ LEAN_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 #: How much larger than inputs and output gradients the gradients may be that a layer
 #: writes down.
-SETTLED_OVER_KEPT = {"cpu": 1, "cuda": 3}
+SETTLED_OVER_KEPT = 3
 
 
 class NormMethod(Enum):
@@ -127,24 +129,21 @@ def choose_method(positions: int, inputs: int, outputs: int) -> NormMethod:
     return NormMethod.GRAM if t * (p + r) < p * r else NormMethod.INSTANTIATE
 
 
-def writes_down(
-    shape: DenseShape, kept: int, device: str, *, lean: bool = False
-) -> bool:
+def writes_down(shape: DenseShape, kept: int, *, lean: bool = False) -> bool:
     """Whether gradients are kept in the place of inputs and output gradients.
 
-    Where they take no more memory. On a GPU they may take somewhat more: patches are
-    read once then, not twice.
+    Where they take no more memory. Those of a convolution may take somewhat more: it
+    is computed once then, not for norms and again for the sum.
 
     Args:
         shape: of the layer.
         kept: elements of an example's inputs and output gradients.
-        device: type of the device.
         lean: memory goes before time, and what is kept takes half of a gradient's
             bytes an element.
     """
     if lean:
         return 2 * shape.size <= kept
-    if shape.size <= kept or shape.size > SETTLED_OVER_KEPT.get(device, 1) * kept:
+    if shape.size <= kept or shape.size > SETTLED_OVER_KEPT * kept:
         return shape.size <= kept
     return shape.norms == NormMethod.INSTANTIATE.value
 
@@ -158,6 +157,25 @@ def chunk_rows(
     each = shape.groups * (t * (p + r) + (square if t > 1 else 0))
     limits = LEAN_CHUNK_ELEMENTS if lean else CHUNK_ELEMENTS
     return max(1, limits.get(device, limits["cpu"]) // max(1, each))
+
+
+def written_rows(
+    shape: DenseShape, device: str, *, lean: bool = False, kept: int | None = None
+) -> int:
+    """Examples whose gradients are written down at once.
+
+    Args:
+        shape: of the layer.
+        device: type of the device.
+        lean: whether memory goes before time.
+        kept: elements of an example's inputs and output gradients, where gradients are
+            computed from those as they are; None if from rows.
+    """
+    if kept is None:
+        return chunk_rows(shape, NormMethod.INSTANTIATE, device, lean=lean)
+    limits = LEAN_CHUNK_ELEMENTS if lean else CHUNK_ELEMENTS
+    limit = limits.get(device, limits["cpu"])
+    return max(1, limit // max(1, kept + shape.size))
 
 
 def lean_rows(each: int, device: str) -> int:

@@ -45,6 +45,7 @@ from curvedp.layers.costs import (
     chunk_rows,
     lean_rows,
     writes_down,
+    written_rows,
 )
 from curvedp.layers.gram import gram_sum
 from curvedp.layers.io import DirectIO, LayerIO, replace_examples
@@ -87,6 +88,14 @@ class Geometry(ABC):
     @abstractmethod
     def weight_shape(self) -> torch.Size:
         """Shape of the weight; ``[G, r, p]`` reshapes to it."""
+
+    def needs_rows(self, x: Tensor) -> bool:
+        """Whether :meth:`gradients` of such inputs writes rows down on its way."""
+        return True
+
+    def gradients(self, x: Tensor, d: Tensor, out: Tensor) -> None:
+        """Write every ``g_i`` to ``out [B, G, r, p]``; all three are of one dtype."""
+        torch.matmul(self.output_rows(d).mT, self.input_rows(x), out=out)
 
 
 @dataclass(frozen=True, repr=False)
@@ -239,28 +248,50 @@ class DenseIO(LayerIO):
         return torch.cat([_sq_spread(a, d, bias).sqrt() for a, d in rows]), rounding
 
     def per_example(self) -> dict[str, Tensor]:
-        dtype = compute_dtype(self.calls[0][1])
-        a, d = self._rows(slice(0, 1), dtype)
-        groups, p, r = a.shape[1], a.shape[3], d.shape[3]
-        g = a.new_empty(self.batch_size, groups, r, p)
-        bias = a.new_empty(self.batch_size, groups, r)
-        for part, _ in self.chunks(NormMethod.INSTANTIATE):
-            a, d = self._rows(part, dtype)
-            torch.matmul(d.mT, a, out=g[part])
+        shape, first = self.shape, self.calls[0][1]
+        dtype, rows = compute_dtype(first), (self.batch_size, shape.groups)
+        g = first.new_empty(*rows, shape.outputs, shape.inputs, dtype=dtype)
+        bias = first.new_empty(*rows, shape.outputs, dtype=dtype)
+        for part in self._written_parts(dtype):
+            self._write(part, g[part])
             if self.bias is not None:
-                torch.sum(d, 2, out=bias[part])
-        shape = (self.batch_size, *self.geometry.weight_shape())
-        grads = {self.weight: g.reshape(shape)}
+                outputs = [self.geometry.output_rows(d[part]) for _, d in self.calls]
+                sums = [rows.sum(2, dtype=dtype) for rows in outputs]
+                bias[part] = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+        grads = {self.weight: g.reshape(-1, *self.geometry.weight_shape())}
         if self.bias is not None:
             grads[self.bias] = bias.flatten(1)
         return grads
+
+    def _write(self, part: slice, out: Tensor) -> None:
+        """Gradients of a part of the batch; in a function, so that its rows go."""
+        if len(self.calls) == 1:
+            x, d = (value[part].to(out.dtype) for value in self.calls[0])
+            self.geometry.gradients(x, d, out)
+            return
+        a, d = self._rows(part, out.dtype)
+        torch.matmul(d.mT, a, out=out)
+
+    def _written_parts(self, dtype: torch.dtype) -> Iterator[slice]:
+        x, d = self.calls[0]
+        rows = len(self.calls) > 1 or self.geometry.needs_rows(x[:1].to(dtype))
+        kept = None if rows else x[:1].numel() + d[:1].numel()
+        size = written_rows(self.shape, d.device.type, lean=self.lean, kept=kept)
+        start, stop = 0, 0
+        while start < self.batch_size:
+            stop = start + size
+            # one example alone may have another kernel, which rounds otherwise: all of
+            # them are alone, or none
+            if size > 1 and self.batch_size - stop == 1:
+                stop += 1
+            yield slice(start, stop)
+            start = stop
 
     @property
     def settles(self) -> bool:
         """Whether gradients are written down; see :func:`writes_down`."""
         kept = sum(x[0].numel() + d[0].numel() for x, d in self.calls)
-        device = self.calls[0][1].device.type
-        return writes_down(self.shape, kept, device, lean=self.lean)
+        return writes_down(self.shape, kept, lean=self.lean)
 
     def settled(self) -> LayerIO:
         return DirectIO(self.name, self.per_example()) if self.settles else self
