@@ -273,7 +273,7 @@ _MODELS = [
         "height and width confused",
         peer_models.non_square_images_are_exact,
         (
-            ConvGeometry.input_rows,
+            ConvGeometry._patches,
             "self.stride, self.dilation",
             "self.stride[::-1], self.dilation",
         ),

@@ -15,6 +15,7 @@ from curvedp.layers.costs import NormMethod, choose_method
 from curvedp.layers.dense import DenseIO, Geometry
 from curvedp.layers.direct import Expanded
 from curvedp.layers.io import DirectIO
+from curvedp.layers.planned import planned_for
 from curvedp.testing import (
     check_transform,
     check_whitener,
@@ -85,6 +86,30 @@ def test_norms_do_not_depend_on_the_chunks(method, monkeypatch):
     for io, expected in zip(dense_ios, whole, strict=True):
         assert len(list(io.chunks())) == SIZE
         assert torch.allclose(io.sq_norms(), expected, rtol=SAME)
+
+
+@pytest.mark.parametrize("net", ALL[1::3], ids=str)
+def test_the_ways_of_a_gpu_give_the_same(net):
+    """What a GPU is given to do, done by a CPU: patches, tiles, sums in one product."""
+    model = net.make()
+    coverage = cover(model, net.synthesiser(), loss)
+    batch = net.batch(SIZE, torch.Generator().manual_seed(3))
+    weights = torch.linspace(0.5, 1.5, SIZE, dtype=torch.float64)
+
+    def found(kept):
+        ios = record(model, coverage, batch, SIZE, loss, keep_inputs=kept)
+        sums = {n: s for io in ios for n, s in io.weighted_sum(weights).items()}
+        return torch.stack([io.sq_norms() for io in ios]), sums
+
+    for kept in (False, True):
+        norms, sums = found(kept)
+        with planned_for("cuda"):
+            same_norms, same_sums = found(kept)
+        torch.testing.assert_close(same_norms, norms, rtol=SAME, atol=1e-9)
+        assert same_sums.keys() == sums.keys()
+        longest = float(norms.sqrt().sum())
+        for name, value in sums.items():
+            assert (same_sums[name] - value).norm() <= SAME * longest, name
 
 
 def test_small_gradients_settle_and_inputs_of_large_ones_stay():
@@ -172,6 +197,12 @@ def test_both_ways_to_sum_a_convolution_agree_with_autograd(module, monkeypatch)
     monkeypatch.setattr("curvedp.layers.conv.CHUNK_ELEMENTS", {"cpu": 1})
     chunked = geometry._weight_sum_rows(x, d)
     assert (chunked - expected).norm() <= SAME * expected.norm()
+    with planned_for("cuda"):
+        for most in (1, 2**27):
+            monkeypatch.setattr("curvedp.layers.conv.CHUNK_ELEMENTS", {"cuda": most})
+            assert (
+                geometry.weight_sum(x, d) - expected
+            ).norm() <= SAME * expected.norm()
 
 
 WIDE_CONVOLUTIONS = [

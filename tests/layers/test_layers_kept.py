@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 import torch
-from live import LiveBytes
 from nets import ALL, loss
 from passes import SEED, add_up, flat, largest_contribution
 from torch import nn
@@ -32,6 +31,7 @@ from curvedp.layers.io import DirectIO
 from curvedp.layers.kept import Keeper
 from curvedp.layers.lookup import LookupIO
 from curvedp.models import build
+from curvedp.testing.live import LiveBytes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel:UserWarning"

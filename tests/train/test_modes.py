@@ -1,10 +1,11 @@
 """One suite for all ways to compute a step: what is released must be the same thing.
 
 Eager, recorded as a graph, traced for a compiler, compiled for good, in bfloat16, with
-norms in fewer digits, and with all of it together: norms and clipped sums against
-autograd an example at a time, the bound for every kind of example, the law of the
-noise. A graph is repeated by running it again (a CPU records none), and "traced" runs
-the graph that a compiler would be given.
+inputs that are made again, with norms in fewer digits, and with all of it together:
+norms and clipped sums against autograd an example at a time, the bound for every kind
+of example, the law of the noise. A graph is repeated by running it again (a CPU records
+none), "traced" runs the graph that a compiler would be given, and "gpu" is what a GPU
+is given to do, done by a CPU.
 """
 
 import math
@@ -19,8 +20,9 @@ from curvedp import make_private
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch
 from curvedp.layers.costs import DenseShape, writes_down
+from curvedp.layers.planned import planned_for
 from curvedp.testing import reference
-from curvedp.train import compiled
+from curvedp.train import compiled, passes
 from curvedp.train.losses import LOSSES
 
 from .test_graph import Twin
@@ -38,6 +40,12 @@ MODES = {
     "compiled": ({}, "inductor", False),
     "bf16": ({"precision": "bf16"}, None, False),
     "bf16-compiled": ({"precision": "bf16"}, "inductor", False),
+    "remade": ({}, None, False),
+    "remade-graphed": ({}, None, True),
+    "remade-traced": ({}, "eager", False),
+    "gpu": ({}, None, False),
+    "gpu-remade-graphed": ({}, None, True),
+    "gpu-kept": ({"precision": "bf16-kept"}, None, False),
     "kept": ({"precision": "bf16-kept"}, None, False),
     "kept-graphed": ({"precision": "bf16-kept"}, None, True),
     "kept-bf16-norms": (
@@ -52,7 +60,7 @@ MODES = {
 #: Relative distance of a clipped sum from the reference's: the precision of the model,
 #: and by how much norms are raised.
 FAR = {"bf16": 3e-2, "bf16-compiled": 3e-2, "all": 3e-2}
-FAR |= {"kept": 1e-2, "kept-graphed": 1e-2, "kept-bf16-norms": 1e-2}
+FAR |= {"gpu-kept": 1e-2, "kept": 1e-2, "kept-graphed": 1e-2, "kept-bf16-norms": 1e-2}
 FAR |= {"float32-norms": 4e-4, "bf16-norms": 2e-3}
 
 every_mode = pytest.mark.parametrize(
@@ -65,7 +73,8 @@ every_recipe = pytest.mark.parametrize("recipe", ["dp-sgd", "dp-kfc"])
 def network():
     torch.manual_seed(2)
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.GELU(), nn.GroupNorm(2, 4), nn.Flatten(2),
+        nn.Conv2d(1, 4, 3), nn.GELU(), nn.GroupNorm(2, 4), nn.ReLU(),
+        nn.Conv2d(4, 4, 1), nn.Flatten(2),
         nn.Linear(12, 9), nn.Tanh(), nn.Flatten(), nn.Linear(36, 3),
     )  # fmt: skip
 
@@ -87,6 +96,9 @@ def attach(mode, x, y, recipe="dp-sgd", steps=1, **settings):
         sample_rate=1.0, steps=steps, expected_batch_size=ROWS, seed=3,
         physical_batch_size=ROWS, unsafe_reproducible_noise=7, **options, **settings,
     )  # fmt: skip
+    private._kind = "cuda" if mode.startswith("gpu") else "cpu"
+    if "remade" in mode:  # as a GPU does with large passes
+        private._engine._precision.remade_from = 0
     if backend is not None:
         private._passed = private._engine.compiled(LOSS, synthetic, backend)
     if recorded:
@@ -110,8 +122,9 @@ def watched(private):
             return release, state
 
     private._engine.noise.mechanism = Watched()
-    for batch in private.loader:
-        private.train_on(batch)
+    with planned_for(private._kind):
+        for batch in private.loader:
+            private.train_on(batch)
     return seen
 
 
@@ -319,7 +332,7 @@ def test_kept_computes_in_float32_and_keeps_in_bfloat16():
         output = private.model(batch[0])
         assert torch.equal(output, expected)
         recording = private._engine._open.recording
-        (norm,), (last,) = recording._calls["2"], recording._calls["7"]
+        (norm,), (last,) = recording._calls["2"], recording._calls["9"]
         assert norm.tensors()[0].dtype == last.tensors()[0].dtype == torch.bfloat16
         private.loss(output, batch[1]).backward()
         assert last._d[0].dtype == torch.bfloat16
@@ -327,6 +340,35 @@ def test_kept_computes_in_float32_and_keeps_in_bfloat16():
         private.optimizer.step()
         break
     assert all(p.dtype == torch.float32 for p in private.model.module.parameters())
+
+
+def test_large_passes_on_a_gpu_make_inputs_again(monkeypatch):
+    """By bytes that shapes tell; a pass of less, or one that rounds, keeps them."""
+    x, y = examples()
+    private = attach("remade", x, y)
+    for batch in private.loader:
+        output = private.model(batch[0])
+        recording = private._engine._open.recording
+        assert not recording._calls["4"][0].tensors()
+        assert recording._calls["2"][0].tensors()
+        private.loss(output, batch[1]).backward()
+        private.optimizer.step()
+        break
+    held = private._engine._coverage.activation_bytes * ROWS
+    monkeypatch.setattr(passes, "REMADE_FROM", {"cpu": held})
+    for options, rows, remakes in (
+        ({}, ROWS, True),
+        ({}, ROWS - 1, False),
+        ({"precision": "bf16"}, ROWS, False),
+        ({"precision": "bf16-kept"}, ROWS, False),
+    ):
+        precision = passes.ForwardPrecision(options.get("precision"), network())
+        coverage = private._engine._coverage
+        recording = precision.recording(network(), coverage, rows, ())
+        assert (recording._remaker is not None) is remakes
+    assert passes.ForwardPrecision(None, network()).remade_from == held
+    monkeypatch.undo()
+    assert passes.ForwardPrecision(None, network()).remade_from == math.inf
 
 
 def test_kept_decides_by_bytes_what_is_written_down():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from curvedp.curvature.factors import DiagonalFactor, Factor
 from curvedp.layers.io import CHUNK_ELEMENTS, LayerIO, UnreachedIO
+from curvedp.layers.planned import kind_of
 
 __all__ = ["SQUARES", "gradients_in_chunks", "squares_of"]
 
@@ -51,7 +52,7 @@ def gradients_in_chunks(io: LayerIO) -> Iterator[dict[str, Tensor]]:
     """Per-example gradients ``[b, *shape]``, a piece of the batch at a time."""
     one = io.take(slice(0, 1)).per_example()
     each = sum(g.numel() for g in one.values())
-    device = next(iter(one.values())).device.type
+    device = kind_of(next(iter(one.values())))
     size = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"]) // max(1, each))
     for start in range(0, io.batch_size, size):
         yield io.take(slice(start, start + size)).per_example()

@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 from curvedp.errors import LoopError
 from curvedp.layers.copies import one_of
 from curvedp.layers.io import LayerIO
-from curvedp.layers.kept import Keeper, version
+from curvedp.layers.kept import Keeper
+from curvedp.layers.memory import version
 from curvedp.layers.refuse import refuse_checkpointing
+from curvedp.layers.remade import Remade
 from curvedp.layers.rewrite import NO_TAPE, Use
 from curvedp.layers.rules import Call
 
@@ -51,7 +53,8 @@ class OpenCall:
     """A call whose output gradients are still to come, or come to another one.
 
     Args:
-        args: positional arguments of the layer, as they are kept.
+        args: positional arguments of the layer, as they are kept, or how one of them
+            is made again.
         kwargs: keyword arguments, likewise.
         same: the call that output gradients come to, if not this one.
         settle: called when a gradient has come, to see whether it can be used at once.
@@ -100,12 +103,20 @@ class OpenCall:
                     "call backward once for each batch of the loader",
                 )
             self._d[slot] = grad.detach()
+            self._remake()
             if self._settle is not None:
                 self._settle(self)
             self.shorten()
 
         leaf.register_hook(store)
         return leaf
+
+    def _remake(self) -> None:
+        """Make the inputs again that were not kept."""
+        if any(isinstance(x, Remade) for x in self.args):
+            made = [x.opened() if isinstance(x, Remade) else x for x in self.args]
+            self.args = tuple(made)
+            self._versions = [version(x) for x in self.tensors()]
 
     def shorten(self) -> None:
         """Keep gradients rounded, if that is asked for and they are still here."""

@@ -25,23 +25,26 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from curvedp.errors import CouplingError
 from curvedp.layers.calls import CallTape, OpenCall
-from curvedp.layers.copies import Copies, Meetings
+from curvedp.layers.copies import Copies
 from curvedp.layers.covered import Covered, tied_groups
-from curvedp.layers.direct import Expanded, ExpandedServer, RuleServer, VmapServer
+from curvedp.layers.dense import DenseIO
+from curvedp.layers.direct import ExpandedServer, RuleServer, VmapServer
 from curvedp.layers.functional import call_with
 from curvedp.layers.io import DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.joined import joined
-from curvedp.layers.kept import Keeper, version
+from curvedp.layers.kept import Keeper
 from curvedp.layers.lean import lean_forward
+from curvedp.layers.memory import version
 from curvedp.layers.precision import exact
 from curvedp.layers.refuse import refuse_checkpointing
+from curvedp.layers.remade import Remaker
 from curvedp.layers.rewrite import RewrittenServer, forwards
 from curvedp.layers.rules import Call
 
 __all__ = ["Recording"]
 
-#: Modules whose one operation autocast computes in bfloat16, of rounded inputs.
-_AUTOCAST = (
+#: Modules of one product: autocast computes it in bfloat16, of rounded inputs.
+_PRODUCTS = (
     nn.Linear,
     nn.Conv1d,
     nn.Conv2d,
@@ -60,6 +63,7 @@ class Recording:
             sites by name. Otherwise those of a layer whose per-example gradients are
             smaller go as soon as the backward pass brings them, and the gradients stay.
         keeper: keeps what has to wait in bfloat16; a new one for every pass.
+        remaker: lets go what is cheap to compute again, likewise; not beside a keeper.
     """
 
     def __init__(
@@ -70,10 +74,12 @@ class Recording:
         *,
         keep_inputs: bool | Collection[str] = False,
         keeper: Keeper | None = None,
+        remaker: Remaker | None = None,
     ) -> None:
         self._model = model
         self._keep_inputs = keep_inputs
         self._keeper = keeper
+        self._remaker = remaker if keeper is None else None
         self._covered = covered
         self._groups = tied_groups(covered)
         self._tied = {i.site.name for g in self._groups for i in g if len(g) > 1}
@@ -128,12 +134,16 @@ class Recording:
         finally:
             for handle in handles:
                 handle.remove()
+            if self._remaker is not None:
+                self._remaker.after_forward()
         self._check_buffers(buffers)
         _refuse_copies(output)
         return output
 
     def _keeping(self, values: Mapping[str, Tensor], *given: Any) -> Any:
-        """Around the forward pass: what it saves goes to the keeper."""
+        """Around the forward pass: what it saves goes to the keeper or remaker."""
+        if self._remaker is not None:
+            return self._remaker.during_forward()
         if self._keeper is None:
             return nullcontext()
         self._keeper.leave([*values.values(), *self._model.buffers()])
@@ -152,7 +162,7 @@ class Recording:
         meetings = server.meetings if isinstance(server, RuleServer) else None
         alone = isinstance(server, RuleServer) and item.site.name not in self._tied
         settles = alone and not self._keeps(item.site.name)
-        keeper = self._keeper
+        keeper, remaker = self._keeper, self._remaker
         # weakly: a cycle would keep a batch's activations until the next collection
         settle = partial(_settle, weakref.ref(self), item) if settles else None
 
@@ -167,25 +177,43 @@ class Recording:
                 return output  # no gradient can come back from here
             repeated = shared is not None and _dims(args, kwargs) == shared_dims
             if repeated:
+                assert shared is not None
                 args, kwargs, output = tree_map(
-                    lambda x: _repeated(x, shared, self._batch_size),
+                    lambda x: shared.repeated(x, self._batch_size),
                     (args, kwargs, output),
                 )
-            if type(module) in _AUTOCAST:
+            if type(module) in _PRODUCTS:
                 args, kwargs = _as_computed(args, kwargs, output)
             if keeper is not None and isinstance(server, RuleServer):
                 args, kwargs = keeper.inputs(args), keeper.inputs(kwargs)
-            call = OpenCall(args, kwargs, settle=settle, keeper=keeper)
+            kept, goes = args, settle is not None and not repeated
+            if remaker is not None and goes and self._writes_down(item, args, output):
+                kept = (remaker.input(args[0]), *args[1:])
+            call = OpenCall(kept, kwargs, settle=settle, keeper=keeper)
             calls.append(call)
             leaves, spec = tree_flatten(output)
             leaves = [call.watch(leaf) for leaf in leaves]
+            if remaker is not None and args:
+                remaker.stays(call.tensors())
+                remaker.normalised(module, args[0], leaves[0])
             if keeper is not None:
                 keeper.outputs(leaves)
             if repeated and meetings is not None:
-                leaves = [_hidden(leaf, shared, meetings) for leaf in leaves]
+                assert shared is not None
+                leaves = [shared.hidden(leaf, meetings) for leaf in leaves]
             return tree_unflatten(leaves, spec)
 
         return record
+
+    def _writes_down(self, item: Covered, args: tuple[Any, ...], output: Any) -> bool:
+        """Whether a layer of this output lets its input go when gradients come."""
+        module = self._model.get_submodule(item.site.name)
+        trains = "weight" in item.site.parameters and type(module) in _PRODUCTS
+        if not trains or not args or not isinstance(output, Tensor):
+            return False
+        # an output gradient has the shape of the output
+        io = self._of_calls(item, [Call(args[:1], {}, (output.detach(),))])
+        return isinstance(io, DenseIO) and io.settles
 
     def settle(self, item: Covered, call: OpenCall) -> None:
         """Write gradients down as they arrive, where that frees memory."""
@@ -316,23 +344,6 @@ def _settle(recording: weakref.ref[Recording], item: Covered, call: OpenCall) ->
     owner = recording()
     if owner is not None:
         owner.settle(item, call)
-
-
-def _repeated(x: Any, layout: Expanded | None, batch_size: int) -> Any:
-    assert layout is not None
-    if isinstance(x, Copies):  # from a module before this one
-        return x.hidden[:, 0] if layout.leading else x.hidden
-    return layout.repeat(x, batch_size) if isinstance(x, Tensor) else x
-
-
-def _hidden(x: Any, layout: Expanded | None, meetings: Meetings) -> Any:
-    """The repeated output as the model expects it: in the shape it had before."""
-    if not isinstance(x, Tensor):
-        return x
-    assert layout is not None
-    if len(x) == 1:  # the only example has the only copy
-        return x if layout.leading else x[0]
-    return Copies.of(x.unsqueeze(1) if layout.leading else x, meetings)
 
 
 def _refuse_copies(output: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from curvedp.layers.dense import Geometry
 from curvedp.layers.io import CHUNK_ELEMENTS
+from curvedp.layers.planned import kind_of
 
 __all__ = ["ConvGeometry", "transposed_input"]
 
@@ -117,20 +118,20 @@ class ConvGeometry(Geometry):
         # cuDNN may take an algorithm that rounds coarsely (Winograd, FFT), and the
         # bound must hold for what is really added: a plain matrix product, in chunks.
         # A CPU has no fast kernel for float64 either.
-        native = x.device.type == "cpu" and x.dtype == torch.float32
+        native = kind_of(x) == "cpu" and x.dtype == torch.float32
         return self._weight_sum_native(x, d) if native else self._weight_sum_rows(x, d)
 
     def _weight_sum_rows(self, x: Tensor, d: Tensor) -> Tensor:
         total = x.new_zeros(self.groups, self.weight[0] // self.groups, self._patch)
         t = math.prod(d.shape[2:])
         each = max(1, self.groups * t * (self._patch + total.shape[1]))
-        size = max(1, CHUNK_ELEMENTS.get(x.device.type, 2**20) // each)
+        size = max(1, CHUNK_ELEMENTS.get(kind_of(x), 2**20) // each)
         for start in range(0, x.shape[0], size):
             self._add_rows(total, x[start : start + size], d[start : start + size])
         return total.reshape(self.weight)
 
     def _add_rows(self, total: Tensor, x: Tensor, d: Tensor) -> None:
-        if self.groups == 1 and x.device.type == "cpu":
+        if self.groups == 1 and kind_of(x) == "cpu":
             # example by example: few large products, and no further copy of rows
             a, rows = self.input_rows(x), self.output_rows(d)
             total[0].addbmm_(rows[:, 0].mT, a[:, 0])
@@ -150,7 +151,7 @@ class ConvGeometry(Geometry):
         return self._convolved(x, d, self.weight, self.groups)
 
     def needs_rows(self, x: Tensor) -> bool:
-        native = x.device.type == "cpu" and x.dtype == torch.float32
+        native = kind_of(x) == "cpu" and x.dtype == torch.float32
         native = native and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         return not native or self.weight[1] < FEWEST_CHANNELS
 

@@ -49,6 +49,7 @@ from curvedp.layers.costs import (
 )
 from curvedp.layers.gram import gram_sum
 from curvedp.layers.io import DirectIO, LayerIO, replace_examples
+from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import (
     ROUNDING,
     compute_dtype,
@@ -182,7 +183,7 @@ class DenseIO(LayerIO):
         """Slices of the batch whose scratch memory stays bounded, with the method."""
         shape = self.shape
         method = method or self.method or shape.method
-        size = chunk_rows(shape, method, self.calls[0][1].device.type, lean=self.lean)
+        size = chunk_rows(shape, method, kind_of(self.calls[0][1]), lean=self.lean)
         for start in range(0, self.batch_size, size):
             yield slice(start, start + size), method
 
@@ -218,7 +219,7 @@ class DenseIO(LayerIO):
         """Calls with their weights; in parts of the batch where memory is short."""
         rows = self.batch_size
         if self.lean:
-            shape, device = self.shape, self.calls[0][1].device.type
+            shape, device = self.shape, kind_of(self.calls[0][1])
             each = sum(x[:1].numel() + d[:1].numel() for x, d in self.calls)
             if device != "cpu":  # where patches are copied
                 positions = shape.groups * shape.positions
@@ -276,7 +277,7 @@ class DenseIO(LayerIO):
         x, d = self.calls[0]
         rows = len(self.calls) > 1 or self.geometry.needs_rows(x[:1].to(dtype))
         kept = None if rows else x[:1].numel() + d[:1].numel()
-        size = written_rows(self.shape, d.device.type, lean=self.lean, kept=kept)
+        size = written_rows(self.shape, kind_of(d), lean=self.lean, kept=kept)
         start, stop = 0, 0
         while start < self.batch_size:
             stop = start + size

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from curvedp.layers.copies import Meetings
+from curvedp.layers.copies import Copies, Meetings
 from curvedp.layers.functional import call_with
 from curvedp.layers.io import DirectIO, LayerIO
 from curvedp.layers.rules import Call, Rule, Site
@@ -59,6 +59,20 @@ class Expanded:
         if not self.leading:
             x = x.reshape(*([1] * (1 + self.ones)), *x.shape)
         return x.expand(batch_size, *x.shape[1:])
+
+    def repeated(self, x: Any, batch_size: int) -> Any:
+        """What a module was given, or gave, without a batch: a copy an example."""
+        if isinstance(x, Copies):  # from a module before this one
+            return x.hidden[:, 0] if self.leading else x.hidden
+        return self.repeat(x, batch_size) if isinstance(x, Tensor) else x
+
+    def hidden(self, x: Any, meetings: Meetings) -> Any:
+        """The repeated output as the model expects it: in the shape it had before."""
+        if not isinstance(x, Tensor):
+            return x
+        if len(x) == 1:  # the only example has the only copy
+            return x if self.leading else x[0]
+        return Copies.of(x.unsqueeze(1) if self.leading else x, meetings)
 
     @staticmethod
     def layouts(parameter: Tensor) -> list[Expanded]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import ROUNDING, short_products
 from curvedp.layers.rounding import TINY, gamma, product, sq_length
 
@@ -44,7 +45,8 @@ def gram_sum(
         tile: cut positions by it; by default where the device gains from that.
     """
     if tile is None:
-        tile = TILE if a.is_cuda and a.dtype == torch.float64 else 0
+        wide = a.dtype == torch.float64
+        tile = TILE if wide and kind_of(a) == "cuda" else 0
     parts, in_a, in_d = [], [], []
     for i, j in _pairs(a.shape[2], tile):
         of_a = product(a[:, :, i], a[:, :, j].mT)

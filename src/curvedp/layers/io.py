@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from curvedp.layers.costs import CHUNK_ELEMENTS
+from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import ROUNDING, compute_dtype, square_dtype
 
 __all__ = ["CHUNK_ELEMENTS", "DirectIO", "LayerIO", "UnreachedIO", "replace_examples"]
@@ -194,7 +195,7 @@ def _weighted(g: Tensor, weights: Tensor, dtype: torch.dtype | None) -> Tensor:
     rows, weights = g.reshape(g.shape[0], -1), weights.to(dtype)
     if rows.dtype == dtype:
         return (weights @ rows).reshape(g.shape[1:])
-    size = max(1, CHUNK_ELEMENTS.get(g.device.type, 2**20) // max(1, rows.shape[1]))
+    size = max(1, CHUNK_ELEMENTS.get(kind_of(g), 2**20) // max(1, rows.shape[1]))
     pieces = zip(torch.split(weights, size), torch.split(rows, size), strict=True)
     total = torch.stack([w @ part.to(dtype) for w, part in pieces]).sum(0)
     return total.reshape(g.shape[1:])
@@ -203,7 +204,7 @@ def _weighted(g: Tensor, weights: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _sq_lengths(g: Tensor) -> Tensor:
     """Squared norm of every row, a piece at a time: float64 takes twice the memory."""
     rows = g.reshape(g.shape[0], -1)
-    size = max(1, CHUNK_ELEMENTS.get(g.device.type, 2**20) // max(1, rows.shape[1]))
+    size = max(1, CHUNK_ELEMENTS.get(kind_of(g), 2**20) // max(1, rows.shape[1]))
     dtype = square_dtype(g)
     parts = torch.split(rows, size)
     lengths = [torch.linalg.vector_norm(part.to(dtype), dim=1) for part in parts]

@@ -36,6 +36,7 @@ from curvedp.layers.costs import NormMethod, choose_method
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.lookup import LookupIO
+from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import ROUNDING, compute_dtype
 from curvedp.layers.rounding import counted, raised
 
@@ -160,7 +161,7 @@ def _tensors(io: LayerIO) -> list[Tensor]:
 
 
 def _chunks(io: LayerIO, each: int) -> Iterator[slice]:
-    device = io.spread()[0].device.type
+    device = kind_of(io.spread()[0])
     size = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"]) // max(1, each))
     for start in range(0, io.batch_size, size):
         yield slice(start, start + size)

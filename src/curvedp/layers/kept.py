@@ -43,9 +43,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
-from curvedp.errors import LoopError
+from curvedp.layers.memory import alive, is_plain, refuse_written, version, weakly
 
-__all__ = ["Keeper", "version"]
+__all__ = ["Keeper"]
 
 #: A view of less than this part of its memory is copied alone: the first token of
 #: many, or a batch cut out of a whole dataset.
@@ -67,7 +67,7 @@ class Keeper:
     def leave(self, tensors: Iterable[Tensor]) -> None:
         """Never round these, nor anything else that lies in their memory."""
         for x in tensors:
-            if _is_plain(x):
+            if is_plain(x):
                 self._memory(x).left = True
 
     def during_forward(self) -> AbstractContextManager[Any]:
@@ -110,7 +110,7 @@ class Keeper:
         storage = x.untyped_storage()
         found = self._memories.get(storage._cdata)
         if found is None:
-            found = self._memories[storage._cdata] = _Memory(_weakly(storage))
+            found = self._memories[storage._cdata] = _Memory(weakly(x))
         return found
 
     def _shorten_saved(self, memory: _Memory) -> None:
@@ -175,12 +175,7 @@ class _Saved:
         """As autograd needs it: in float32, but for an operation that takes any."""
         if self._version is None:
             return self._kept if _signs_suffice() else self._kept.to(torch.float32)
-        if self._version != version(self._kept):
-            raise LoopError(
-                "a tensor that the backward pass needs was modified in place after it "
-                "was used",
-                "use the out-of-place form of the operation",
-            )
+        refuse_written(self._kept, self._version)
         return self._kept
 
 
@@ -226,44 +221,17 @@ def _rounded(memory: _Memory, x: Tensor) -> Tensor:
     else:
         source = x.as_strided((elements,), (1,), 0)
     known = memory.copies.get(key)
-    storage = None if known is None else _alive(known)
+    storage = None if known is None else alive(known)
     if storage is None:
         copy = source.to(torch.bfloat16, memory_format=torch.contiguous_format)
-        memory.copies[key] = _weakly(copy.untyped_storage())
+        memory.copies[key] = weakly(copy)
     else:
         copy = torch.empty(0, dtype=torch.bfloat16, device=x.device)
         copy.set_(storage, 0, (elements,), (1,))
     return copy.as_strided(shape, stride, offset)
 
 
-def _weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def _alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage, if some tensor still lies in it."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
-        reference.cdata
-    )
-    return found
-
-
-def _is_plain(x: Any) -> bool:
-    """Whether it has memory of its own to ask for: no subclass, no tensor of vmap."""
-    return (
-        isinstance(x, Tensor)
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and x.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-    )
-
-
 def _can_be_short(x: Any) -> bool:
     if not isinstance(x, Tensor) or x.dtype is not torch.float32:
         return False
-    return type(x) is Tensor and _is_plain(x) and not x.is_neg()
-
-
-def version(x: Tensor) -> int:
-    """A number that moves when the tensor is written to."""
-    return 0 if x.is_inference() else x._version
+    return type(x) is Tensor and is_plain(x) and not x.is_neg()

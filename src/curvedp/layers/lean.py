@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from curvedp.layers.costs import lean_rows
 from curvedp.layers.kept import Keeper
+from curvedp.layers.planned import kind_of
 
 __all__ = ["lean_forward"]
 
@@ -73,7 +74,7 @@ class _InPieces(torch.autograd.Function):
         ctx.x = ctx.moments = None  # or they live as long as the graph
         result = torch.empty_like(grad, memory_format=torch.contiguous_format)
         # the input in float32 and what comes out, and what is made on the way
-        rows = lean_rows(4 * grad[:1].numel(), grad.device.type)
+        rows = lean_rows(4 * grad[:1].numel(), kind_of(grad))
         per_example = [m.numel() // max(1, len(grad)) for m in moments]
         for start in range(0, len(grad), rows):
             part = slice(start, start + rows)

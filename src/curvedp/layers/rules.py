@@ -23,6 +23,7 @@ from curvedp.layers.io import DirectIO, LayerIO
 from curvedp.layers.joined import joined
 from curvedp.layers.linear import LinearGeometry
 from curvedp.layers.lookup import LookupIO
+from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import compute_dtype
 from curvedp.layers.refuse import refuse_call
 
@@ -195,7 +196,7 @@ def _norm(site: Site, module: nn.Module, calls: Sequence[Call]) -> LayerIO:
     for x, d in _used(calls):
         pairs = [(x, d)]
         if lean:  # both in float32, their product, and what is normalised
-            rows = lean_rows(4 * x[:1].numel(), x.device.type)
+            rows = lean_rows(4 * x[:1].numel(), kind_of(x))
             pairs = list(zip(torch.split(x, rows), torch.split(d, rows), strict=True))
         parts = [_norm_gradients(site, module, *pair) for pair in pairs]
         for full in site.parameters.values():

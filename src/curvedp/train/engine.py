@@ -186,12 +186,11 @@ class Engine(Releasing):
                 "use private.train_on(batch) in the loop, or leave compile out",
             )
         self._attached.refuse_changes()
-        recording = Recording(
+        recording = self._precision.recording(
             self.model,
-            self._coverage.covered,
+            self._coverage,
             self.physical_batch_size,
-            keep_inputs=self.plan.clipping.measured_sites,
-            keeper=self._precision.keeper(),
+            self.plan.clipping.measured_sites,
         )
         self._open.recording = recording
         with self._precision.during_forward():

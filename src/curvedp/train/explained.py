@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvedp.layers import Coverage, Recording, Synthesiser, as_call
+from curvedp.layers import Coverage, Synthesiser, as_call
 from curvedp.layers.costs import DenseShape
 from curvedp.layers.coverage import undisturbed
 from curvedp.layers.dense import DenseIO
@@ -180,13 +180,7 @@ def _recorded(
 ) -> list[LayerIO]:
     batch = synthesise(rows, torch.Generator().manual_seed(0))
     with torch.enable_grad():
-        recording = Recording(
-            model,
-            coverage.covered,
-            rows,
-            keep_inputs=keep_inputs,
-            keeper=precision.keeper(),
-        )
+        recording = precision.recording(model, coverage, rows, keep_inputs)
         output = recording.forward(*as_call(batch.inputs))
         # any loss will do: shapes are all that is asked for
         sums = [t.float().sum() for t in float_tensors(output) if t.requires_grad]

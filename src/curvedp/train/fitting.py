@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from curvedp.clipping import ClippingRule, clipped_sum
-from curvedp.layers import Coverage, PerExampleLoss, Recording, Synthesiser, as_call
+from curvedp.layers import Coverage, PerExampleLoss, Synthesiser, as_call
 from curvedp.layers.coverage import undisturbed
 from curvedp.layers.direct import float_tensors
 from curvedp.layers.io import DirectIO
@@ -169,13 +169,8 @@ class _Trial:
         with undisturbed(self._model):
             batch = self._synthesise(rows, generator)
             sites = self._rule.measured_sites
-            covered = self._coverage.covered
-            recording = Recording(
-                self._model,
-                covered,
-                rows,
-                keep_inputs=sites,
-                keeper=self._precision.keeper(),
+            recording = self._precision.recording(
+                self._model, self._coverage, rows, sites
             )
             output = recording.forward(*as_call(batch.inputs))
             torch.autograd.backward(self._total(output, batch.targets))

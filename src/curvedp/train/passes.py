@@ -20,6 +20,7 @@ one example never looks at another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,8 +33,13 @@ from curvedp.errors import ConfigurationError
 from curvedp.layers import Coverage, LayerIO, PerExampleLoss, Recording, as_call
 from curvedp.layers.kept import Keeper
 from curvedp.layers.precision import NormPrecision
+from curvedp.layers.remade import Remaker
 
 __all__ = ["KEPT", "PRECISIONS", "ForwardPrecision", "RecordedPass", "chosen_norms"]
+
+#: Bytes that a pass holds for its backward pass, from which on inputs that are cheap to
+#: compute again are let go; by device. A CPU's physical batches are far smaller.
+REMADE_FROM = {"cuda": 2**30}
 
 #: Keeps in bfloat16 what is computed in the model's own precision.
 KEPT = "bf16-kept"
@@ -48,6 +54,11 @@ class ForwardPrecision:
     Args:
         name: "bf16", "bf16-kept", or None for the model's own.
         model: whose parameters stay what they are.
+
+    Attributes:
+        keeps_short: whether what waits is kept in bfloat16.
+        remade_from: bytes that a pass holds, from which on what is cheap to compute
+            again is not kept (:mod:`curvedp.layers.remade`).
     """
 
     def __init__(self, name: str | None, model: nn.Module) -> None:
@@ -66,10 +77,33 @@ class ForwardPrecision:
         self.keeps_short = name == KEPT
         self._dtype = None if name is None else PRECISIONS[name]
         self._device = next(model.parameters()).device.type
+        self.remade_from = REMADE_FROM.get(self._device, math.inf)
 
-    def keeper(self) -> Keeper | None:
-        """For one recorded pass: who keeps its tensors, if not as they are."""
-        return Keeper() if self.keeps_short else None
+    def recording(
+        self,
+        model: nn.Module,
+        coverage: Coverage,
+        rows: int,
+        keep: bool | Collection[str],
+    ) -> Recording:
+        """Of one pass, with who keeps its tensors if they are not kept as they are.
+
+        Args:
+            model: the user's.
+            coverage: its verified sites.
+            rows: of the physical batch.
+            keep: sites whose inputs are asked for besides gradients; or all of them.
+        """
+        held = coverage.activation_bytes * rows
+        remakes = self._dtype is None and held >= self.remade_from
+        return Recording(
+            model,
+            coverage.covered,
+            rows,
+            keep_inputs=keep,
+            keeper=Keeper() if self.keeps_short else None,
+            remaker=Remaker() if remakes else None,
+        )
 
     @contextmanager
     def during_forward(self) -> Iterator[None]:
@@ -145,12 +179,8 @@ class RecordedPass:
             point: where gradients are taken, if not at the parameters.
             keep_inputs: sites whose inputs are asked for besides gradients.
         """
-        recording = Recording(
-            self.model,
-            self._coverage.covered,
-            self.rows,
-            keep_inputs=keep_inputs,
-            keeper=self.precision.keeper(),
+        recording = self.precision.recording(
+            self.model, self._coverage, self.rows, keep_inputs
         )
         args, kwargs = as_call(inputs)
         with self.precision.during_forward():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from curvedp.layers.dense import DenseIO
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO
+from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import ROUNDING, norm_dtype
 from curvedp.layers.rounding import counted, terms_of
 from curvedp.layers.widened import widened
@@ -43,7 +44,7 @@ class DiagonalMap:
         if isinstance(io, DenseIO) and io.shape.positions == 1:
             return self._of_products(io)
         one = like(io)
-        limit = CHUNK_ELEMENTS.get(one.device.type, CHUNK_ELEMENTS["cpu"])
+        limit = CHUNK_ELEMENTS.get(kind_of(one), CHUNK_ELEMENTS["cpu"])
         size = max(1, limit // max(1, sum(s.numel() for s in self.scales.values())))
         parts = [
             self._sq_norms(io.take(slice(start, start + size)), norm_dtype(one))

@@ -35,6 +35,7 @@ from curvedp.layers.dense import DenseIO, outer_sq_norms
 from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO
 from curvedp.layers.joined import JoinedIO
 from curvedp.layers.lookup import LookupIO
+from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import (
     ROUNDING,
     compute_dtype,
@@ -361,7 +362,7 @@ def like(io: LayerIO) -> Tensor:
 def _chunk(io: LayerIO) -> int:
     device = "cpu"
     if isinstance(io, DirectIO):
-        device = next(iter(io.grads.values())).device.type
+        device = kind_of(next(iter(io.grads.values())))
     return CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
 
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import ROUNDING
 from curvedp.layers.rounding import sq_length
 
@@ -364,8 +365,10 @@ def rows_by(x: Tensor, m: Tensor) -> Tensor:
     m = m[0]
     n, k = m.shape
     rows = x.numel() // n
-    if x.device.type != "cpu" or 4 * k > min(n, rows):
+    if kind_of(x) != "cpu" or 4 * k > min(n, rows):
         return x @ m
+    if x.mT.is_contiguous() and not x.is_contiguous():  # patches, not to be copied
+        return (m.mT @ x.mT).mT
     return (m.mT @ x.reshape(rows, n).mT).mT.reshape(*x.shape[:-1], k)
 
 

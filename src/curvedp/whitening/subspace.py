@@ -33,6 +33,7 @@ from curvedp.curvature import Factors, SketchFactor
 from curvedp.curvature.sketch import orthonormal
 from curvedp.errors import ConfigurationError
 from curvedp.layers.io import CHUNK_ELEMENTS, LayerIO
+from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import ROUNDING, square_dtype
 from curvedp.layers.rounding import counted, gamma
 from curvedp.layers.widened import widened
@@ -67,7 +68,7 @@ class SubspaceMap:
 
     def sq_norms(self, io: LayerIO) -> Tensor:
         one = like(io)
-        limit = CHUNK_ELEMENTS.get(one.device.type, CHUNK_ELEMENTS["cpu"])
+        limit = CHUNK_ELEMENTS.get(kind_of(one), CHUNK_ELEMENTS["cpu"])
         size = max(1, limit // max(1, self.basis.shape[0]))
         parts = [
             self._sq_norms(io.take(slice(start, start + size)), square_dtype(one))
