@@ -100,7 +100,7 @@ def clipped_sum(
             [torch.stack([own.whitener.sq_norms(io) for io in ios]) for own in parts]
         )
         # what a float32 cannot hold counts as non-finite
-        finite = torch.isfinite(sq_norms.sum((0, 1)).float())
+        finite = _is_finite(sq_norms.sum((0, 1)).float())
         if replacing(finite):
             # Replaced, not weighted by zero: 0 * nan is nan and would reach everybody.
             ios = [io.keep(finite) for io in ios]
@@ -117,6 +117,11 @@ def clipped_sum(
         summed = {n: v.to(compute_dtype(parameters[n])) for n, v in mapped.items()}
         summed |= rule.extras(Seen(ios, sq_norms.flatten(0, 1), kept, scale))
         return ClippedSum(summed, rule.bound, whitener.frame, step)
+
+
+def _is_finite(x: Tensor) -> Tensor:
+    """As ``torch.isfinite``, in two operations: no other number less itself is zero."""
+    return x - x == 0
 
 
 def _weighted_sum(

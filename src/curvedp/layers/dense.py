@@ -48,7 +48,7 @@ from curvedp.layers.costs import (
     written_rows,
 )
 from curvedp.layers.gram import gram_sum
-from curvedp.layers.io import DirectIO, LayerIO, replace_examples
+from curvedp.layers.io import DirectIO, LayerIO, replace_examples, together
 from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import (
     ROUNDING,
@@ -163,7 +163,7 @@ class DenseIO(LayerIO):
         return DenseShape(groups, sum(row.shape[2] for row in rows), p, r)
 
     def sq_norms(self) -> Tensor:
-        return torch.cat([self._sq_norms(*item) for item in self.chunks()])
+        return together([self._sq_norms(*item) for item in self.chunks()])
 
     def _sq_norms(self, part: slice, method: NormMethod) -> Tensor:
         summed_in = compute_dtype(self.calls[0][1])
@@ -249,16 +249,17 @@ class DenseIO(LayerIO):
         return torch.cat([_sq_spread(a, d, bias).sqrt() for a, d in rows]), rounding
 
     def per_example(self) -> dict[str, Tensor]:
-        shape, first = self.shape, self.calls[0][1]
-        dtype, rows = compute_dtype(first), (self.batch_size, shape.groups)
-        g = first.new_empty(*rows, shape.outputs, shape.inputs, dtype=dtype)
-        bias = first.new_empty(*rows, shape.outputs, dtype=dtype)
+        shape, like = self.shape, self.calls[0][1]
+        dtype, lead = compute_dtype(like), (self.batch_size, shape.groups)
+        g = like.new_empty(*lead, shape.outputs, shape.inputs, dtype=dtype)
+        bias = like.new_empty(*lead, shape.outputs, dtype=dtype)
         for part in self._written_parts(dtype):
             self._write(part, g[part])
             if self.bias is not None:
-                outputs = [self.geometry.output_rows(d[part]) for _, d in self.calls]
-                sums = [rows.sum(2, dtype=dtype) for rows in outputs]
-                bias[part] = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+                rows = [self.geometry.output_rows(d[part]) for _, d in self.calls]
+                torch.sum(rows[0], 2, dtype=dtype, out=bias[part])
+                for more in rows[1:]:
+                    bias[part] += more.sum(2, dtype=dtype)
         grads = {self.weight: g.reshape(-1, *self.geometry.weight_shape())}
         if self.bias is not None:
             grads[self.bias] = bias.flatten(1)

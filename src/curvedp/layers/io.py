@@ -21,7 +21,7 @@ of several weights, and weights that modules share, are made of these by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +31,14 @@ from curvedp.layers.costs import CHUNK_ELEMENTS
 from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import ROUNDING, compute_dtype, square_dtype
 
-__all__ = ["CHUNK_ELEMENTS", "DirectIO", "LayerIO", "UnreachedIO", "replace_examples"]
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "DirectIO",
+    "LayerIO",
+    "UnreachedIO",
+    "replace_examples",
+    "together",
+]
 
 
 class LayerIO(ABC):
@@ -100,6 +107,11 @@ def replace_examples(x: Tensor, mask: Tensor) -> Tensor:
     """Put zeros where ``mask[i]`` is False, whatever stood there (also nan and inf)."""
     keep = mask.reshape(-1, *([1] * (x.dim() - 1)))
     return torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def together(parts: Sequence[Tensor]) -> Tensor:
+    """What was computed for parts of a batch; one that is the whole is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,7 +185,9 @@ class DirectIO(LayerIO):
     def weighted_sum(
         self, weights: Tensor, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        return {n: _weighted(g, weights, dtype) for n, g in self.grads.items()}
+        dtype = dtype or compute_dtype(next(iter(self.grads.values())))
+        weights = weights.to(dtype)  # once for all
+        return {n: _weighted(g, weights) for n, g in self.grads.items()}
 
     def keep(self, mask: Tensor) -> DirectIO:
         kept = {n: replace_examples(g, mask) for n, g in self.grads.items()}
@@ -190,14 +204,14 @@ class DirectIO(LayerIO):
         return {n: g.to(compute_dtype(g)) for n, g in self.grads.items()}
 
 
-def _weighted(g: Tensor, weights: Tensor, dtype: torch.dtype | None) -> Tensor:
-    dtype = dtype or compute_dtype(g)
-    rows, weights = g.reshape(g.shape[0], -1), weights.to(dtype)
+def _weighted(g: Tensor, weights: Tensor) -> Tensor:
+    dtype, rows = weights.dtype, g.reshape(g.shape[0], -1)
     if rows.dtype == dtype:
         return (weights @ rows).reshape(g.shape[1:])
     size = max(1, CHUNK_ELEMENTS.get(kind_of(g), 2**20) // max(1, rows.shape[1]))
     pieces = zip(torch.split(weights, size), torch.split(rows, size), strict=True)
-    total = torch.stack([w @ part.to(dtype) for w, part in pieces]).sum(0)
+    sums = [w @ part.to(dtype) for w, part in pieces]
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
     return total.reshape(g.shape[1:])
 
 
@@ -208,4 +222,4 @@ def _sq_lengths(g: Tensor) -> Tensor:
     dtype = square_dtype(g)
     parts = torch.split(rows, size)
     lengths = [torch.linalg.vector_norm(part.to(dtype), dim=1) for part in parts]
-    return torch.cat(lengths).double().square()
+    return together(lengths).double().square()

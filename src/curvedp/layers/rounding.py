@@ -63,6 +63,7 @@ __all__ = [
     "counted",
     "gamma",
     "lost",
+    "over_groups",
     "product",
     "raised",
     "sq_length",
@@ -122,7 +123,7 @@ def counted(
         rounding: of ``g_i``, relative to S.
         summed_in: dtype of the clipped sum.
     """
-    norms = squares.sqrt() + rounding * terms
+    norms = squares.sqrt().add(terms, alpha=rounding)
     return torch.maximum(norms, terms / REACH[summed_in]).square()
 
 
@@ -134,7 +135,12 @@ def terms_of(sq_a: Tensor, sq_d: Tensor) -> Tensor:
         sq_d: ``||d||^2``, likewise.
     """
     longest = torch.maximum(sq_a, sq_d)  # a nan stays one
-    return torch.where(longest > LONGEST, torch.inf, sq_a * sq_d).sum(1)
+    return over_groups((sq_a * sq_d).masked_fill_(longest > LONGEST, torch.inf))
+
+
+def over_groups(x: Tensor) -> Tensor:
+    """The sum of ``[B, G]`` over G, ``[B]``; of one group without an operation."""
+    return x[:, 0] if x.shape[1] == 1 else x.sum(1)
 
 
 def lost(*factors: Tensor) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvedp.layers.dense import DenseIO
-from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO
+from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, together
 from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import ROUNDING, norm_dtype
 from curvedp.layers.rounding import counted, terms_of
@@ -50,7 +50,7 @@ class DiagonalMap:
             self._sq_norms(io.take(slice(start, start + size)), norm_dtype(one))
             for start in range(0, io.batch_size, size)
         ]
-        return torch.cat(parts)
+        return together(parts)
 
     def _of_products(self, io: DenseIO) -> Tensor:
         """``sum_jk (d_j s_jk a_k)^2`` of one position: no gradient is written down."""

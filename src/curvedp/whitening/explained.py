@@ -335,9 +335,8 @@ def _mapping(layer: DenseMap) -> Work:
         return Work(2.0 * layer.groups * (there + back))
     assert isinstance(layer, KroneckerMap)
     if isinstance(layer.left, IdentityRoot) and isinstance(layer.right, LowRankRoot):
-        bias = layer.bias is not None  # its part of the projection is elementwise
         k = layer.right.vectors.shape[-1]
-        return Work(layer.groups * (4.0 * r * p * k - 2.0 * r * k * bias))
+        return Work(layer.groups * 4.0 * r * p * k)
     work = mapped_work(layer.right, r, p) + mapped_work(layer.left, p, r)
     return work * layer.groups
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvedp.errors import ConfigurationError
 from curvedp.layers.dense import DenseIO
-from curvedp.layers.io import LayerIO
+from curvedp.layers.io import LayerIO, together
 from curvedp.layers.precision import ROUNDING, norm_dtype, square_dtype
 from curvedp.layers.rounding import counted, terms_of
 from curvedp.whitening.maps import DenseMap, Values, like
@@ -71,7 +71,7 @@ class JointMap(DenseMap):
 
     def sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, DenseIO):
-            return torch.cat([self._of_rows(io, part) for part, _ in io.chunks()])
+            return together([self._of_rows(io, part) for part, _ in io.chunks()])
         m = self.matrix(io.per_example())
         summed_in = norm_dtype(m)
         m = m.to(square_dtype(m))

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from curvedp.layers.costs import NormMethod
 from curvedp.layers.dense import DenseIO, outer_sq_norms
-from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO
+from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, together
 from curvedp.layers.joined import JoinedIO
 from curvedp.layers.lookup import LookupIO
 from curvedp.layers.planned import kind_of
@@ -47,6 +47,7 @@ from curvedp.layers.rounding import (
     counted,
     gamma,
     lost,
+    over_groups,
     product,
     terms_of,
     unit,
@@ -167,11 +168,11 @@ class DenseMap:
     def values(self, m: Tensor, like: Values) -> dict[str, Tensor]:
         """The inverse of :meth:`matrix`, in the dtypes of ``like``."""
         weight = m if self.bias is None else m[..., :-1]
-        found = {
-            self.weight: in_dtype_of(like[self.weight], weight.reshape(self.shape))
-        }
+        # first to the dtype: that leaves nothing to copy
+        weight = in_dtype_of(like[self.weight], weight)
+        found = {self.weight: weight.reshape(self.shape)}
         if self.bias is not None:
-            found[self.bias] = in_dtype_of(like[self.bias], m[..., -1].flatten())
+            found[self.bias] = in_dtype_of(like[self.bias], m[..., -1]).flatten()
         return found
 
 
@@ -206,6 +207,8 @@ class KroneckerMap(DenseMap):
     @property
     def _largest(self) -> Tensor | float:
         """Of the map without its scale."""
+        if isinstance(self.left, IdentityRoot):
+            return self.right.largest
         return self.left.largest * self.right.largest
 
     def _summed_in(self, io: LayerIO) -> torch.dtype:
@@ -213,7 +216,7 @@ class KroneckerMap(DenseMap):
 
     def _sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, DenseIO):
-            return torch.cat([self._of_rows(io, *item) for item in io.chunks()])
+            return together([self._of_rows(io, *item) for item in io.chunks()])
         if isinstance(io, LookupIO):
             return self._of_tokens(io)
         summed_in, grads = self._summed_in(io), io.per_example()
@@ -223,9 +226,9 @@ class KroneckerMap(DenseMap):
             part = {n: g[start : start + size] for n, g in grads.items()}
             m = (own := self.matrix(part)).to(norm_dtype(own))
             rounding = 8 * ROUNDING[summed_in] + self._map_rounding(m.dtype)
-            terms = self._largest * _sq_norms(m).sum(1).sqrt()
+            terms = self._largest * over_groups(_sq_norms(m)).sqrt()
             found.append(counted(self._of_gradients(m), terms, rounding, summed_in))
-        return torch.cat(found)
+        return together(found)
 
     def measures_thin(self, io: LayerIO) -> bool:
         """Whether norms of rows come from a thin projection, as differences."""
@@ -263,7 +266,7 @@ class KroneckerMap(DenseMap):
     ) -> Tensor:
         shape = io.shape
         if shape.positions == 1:  # the norm of an outer product
-            return (self.right.sq_norms(a) * self.left.sq_norms(d)).sum(1)
+            return over_groups(self.right.sq_norms(a) * self.left.sq_norms(d))
         if method is NormMethod.GRAM:
             a, d = self.right.times(a), self.left.times(d)
             return outer_sq_norms(a, d, method, a.dtype)
@@ -274,14 +277,14 @@ class KroneckerMap(DenseMap):
         d = self.left.times(d) if early_d else d
         g = product(d.mT, a)
         if early_a:
-            return (_sq_norms(g) if early_d else self.left.sq_norms(g.mT)).sum(1)
+            return over_groups(_sq_norms(g) if early_d else self.left.sq_norms(g.mT))
         return self._of_gradients(g, left=not early_d)
 
     def _of_gradients(self, g: Tensor, *, left: bool = True) -> Tensor:
         """``||L g R||^2``, ``[B]``; without L where it has been applied."""
         if left and not isinstance(self.left, IdentityRoot):
             g = self.left.times(g.mT).mT
-        return self.right.sq_norms(g).sum(1)
+        return over_groups(self.right.sq_norms(g))
 
     def _of_tokens(self, io: LookupIO) -> Tensor:
         assert isinstance(self.left, DiagonalRoot)
@@ -297,20 +300,10 @@ class KroneckerMap(DenseMap):
         return self.left.times(self.right.times(m).mT).mT
 
     def apply(self, values: Values) -> dict[str, Tensor]:
+        m = self.matrix(values)
         if thin.applies(self.right, self.left):
-            return self._thin_apply(values, self.right)
-        return self.values(self.scale * self._map(wide(self.matrix(values))), values)
-
-    def _thin_apply(self, values: Values, root: LowRankRoot) -> dict[str, Tensor]:
-        parts = (self.groups, self.shape[0] // self.groups, -1)
-        weight, *rest = (wide(values[n]).reshape(parts) for n in self.names)
-        mapped = thin.times(weight, rest[0] if rest else None, root, self.scale)
-        found = zip(self.names, mapped, strict=False)  # without a bias, one of two
-        return {
-            n: in_dtype_of(values[n], v.reshape(values[n].shape))
-            for n, v in found
-            if v is not None
-        }
+            return self.values(thin.times(m, self.right, self.scale), values)
+        return self.values(self.scale * self._map(wide(m)), values)
 
     adjoint = apply  # both roots are symmetric
 

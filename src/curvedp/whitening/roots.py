@@ -173,12 +173,13 @@ class LowRankRoot:
         # sum of v^2 (x q)^2, and t^2 for what is left of x. The latter is a difference
         # of squares, off by at most n + k round-offs of ||x||^2, which is added.
         inside = rows_by(x, self.vectors).square()
-        squares = (inside * self.values.square().unsqueeze(-2)).sum((-2, -1))
+        inside = inside.sum(-2)  # [..., G, k]
+        squares = (inside * self.squared_values).sum(-1)
         whole = sq_length(x)
         count = 8 * (self.vectors.shape[-2] + self.vectors.shape[-1] + x.shape[-2])
-        left = (whole - inside.sum((-2, -1))).clamp_min(0)
-        hidden = count * ROUNDING[torch.float64] * whole
-        return squares + self.tail.square() * (left + hidden)
+        left = (whole - inside.sum(-1)).clamp_min(0)
+        left = left.add(whole, alpha=count * ROUNDING[torch.float64])
+        return torch.addcmul(squares, self.squared_tail, left)
 
     def square_diagonal(self, like: Tensor, *, inverse: bool = False) -> Tensor:
         values, tail = self.values.square(), self.tail.square().unsqueeze(-1)
@@ -194,9 +195,16 @@ class LowRankRoot:
         return x * flat + rows_by(rows_by(x, q) * extra, q.mT)
 
     @cached_property
-    def extra(self) -> Tensor:
-        """``L - t``, ``[G, 1, k]``: what values are above the tail."""
-        return (self.values - self.tail[:, None]).unsqueeze(-2)
+    def apart(self) -> tuple[Tensor, Tensor]:
+        """``Q / t [G, n, k]`` and ``(L - t) Q^T [G, k, n]``: what is not flat."""
+        above = (self.values - self.tail[:, None]).unsqueeze(-1)
+        over_tail = self.vectors / self.tail[:, None, None]
+        return over_tail, (above * self.vectors.mT).contiguous()
+
+    @cached_property
+    def squared_values(self) -> Tensor:
+        """``[G, k]``."""
+        return self.values.square()
 
     @cached_property
     def squared_tail(self) -> Tensor:

@@ -32,7 +32,7 @@ from curvedp.barrier import Provenance
 from curvedp.curvature import Factors, SketchFactor
 from curvedp.curvature.sketch import orthonormal
 from curvedp.errors import ConfigurationError
-from curvedp.layers.io import CHUNK_ELEMENTS, LayerIO
+from curvedp.layers.io import CHUNK_ELEMENTS, LayerIO, together
 from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import ROUNDING, square_dtype
 from curvedp.layers.rounding import counted, gamma
@@ -74,7 +74,7 @@ class SubspaceMap:
             self._sq_norms(io.take(slice(start, start + size)), square_dtype(one))
             for start in range(0, io.batch_size, size)
         ]
-        return torch.cat(parts)
+        return together(parts)
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
         # a basis as long as the layer has parameters: float32 would hide too much

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from curvedp.layers.costs import NormMethod
 from curvedp.layers.gram import gram_sum
-from curvedp.layers.precision import ROUNDING
-from curvedp.layers.rounding import terms_of
+from curvedp.layers.precision import ROUNDING, square_dtype
+from curvedp.layers.rounding import over_groups, terms_of
 from curvedp.whitening.roots import IdentityRoot, LowRankRoot, Root, rows_by
 
 __all__ = ["applies", "measures", "sq_norms", "times"]
@@ -62,12 +62,12 @@ def sq_norms(
     t, p, r = a.shape[2], a.shape[3], d.shape[3]
     ones = 1.0 if bias else 0.0
     tail = root.squared_tail
-    w = root.squared[1].unsqueeze(-2)  # [G, 1, k]
+    w = root.squared[1]  # [G, k]
     if t > 1 and method is NormMethod.GRAM:
         au = _projected(a, root)
 
         def kernel(products: Tensor, i: slice, j: slice) -> Tensor:
-            inside = (au[:, :, i] * w) @ au[:, :, j].mT
+            inside = (au[:, :, i] * w.unsqueeze(-2)) @ au[:, :, j].mT
             return inside + tail[:, None, None] * (products + ones)
 
         squares, in_a, in_d = gram_sum(a, d, kernel)
@@ -76,23 +76,28 @@ def sq_norms(
     in_a, in_d = _sq(a) + ones * t, _sq(d)  # [b, G]
     spread = terms_of(in_a, in_d)
     if t == 1:
-        inside = (_projected(a, root).square() * w).sum((-2, -1))
-        squares = (in_d * (tail * in_a + inside)).sum(1)
+        inside = _weighted(_projected(a, root), w)
+        squares = in_d * torch.addcmul(inside, tail, in_a)
     else:
-        g, column = d.mT @ a, ones * d.sum(2).unsqueeze(-1)
-        gu = _gradient_projected(g, d, root)
-        inside = (gu.square() * w).sum((-2, -1))
-        squares = (tail * (_sq(g) + _sq(column)) + inside).sum(1)
-    return _not_below(squares, spread, root, p + r + t)
+        g = d.mT @ a
+        inside = _weighted(_gradient_projected(g, d, root), w)
+        whole = _sq(g) + _sq(d.sum(2).unsqueeze(-1)) if bias else _sq(g)
+        squares = torch.addcmul(inside, tail, whole)
+    return _not_below(over_groups(squares), spread, root, p + r + t)
 
 
 def _not_below(
     squares: Tensor, spread: Tensor, root: LowRankRoot, terms: int
 ) -> tuple[Tensor, Tensor]:
     """Raised by what rounding can hide of inner products of so many terms."""
-    terms = 8 * (terms + root.vectors.shape[-1])
-    hidden = (terms * ROUNDING[torch.float64]) * (root.squared_largest * spread)
-    return squares.clamp_min(0) + hidden, spread
+    u = 8 * (terms + root.vectors.shape[-1]) * ROUNDING[torch.float64]
+    squares = squares.clamp_min(0)
+    return torch.addcmul(squares, root.squared_largest, spread, value=u), spread
+
+
+def _weighted(projected: Tensor, w: Tensor) -> Tensor:
+    """``sum w (x U)^2`` of ``x U [b, G, t, k]``, ``[b, G]``."""
+    return (projected.square().sum(2) * w).sum(-1)
 
 
 def _projected(a: Tensor, root: LowRankRoot) -> Tensor:
@@ -111,27 +116,15 @@ def _gradient_projected(g: Tensor, d: Tensor, root: LowRankRoot) -> Tensor:
     return gu + d.sum(2).unsqueeze(-1) * u[:, p:]
 
 
-def times(
-    weight: Tensor, bias: Tensor | None, root: LowRankRoot, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """``scale g R`` of ``g = [weight [G, r, p], bias [G, r, 1]]``, in the same parts.
+def times(m: Tensor, root: LowRankRoot, scale: float) -> Tensor:
+    """``scale m R`` of ``m [G, r, n]``, in float64: a pass over m and two products.
 
-    Side by side weight and bias would be copied twice.
+    ``m R = x + (x Q / t) (L - t) Q^T`` with ``x = t m``.
     """
-    p = weight.shape[-1]
-    q = root.vectors.to(weight.dtype)
-    own, last = q[:, :p], q[:, p:]
-    tail, extra = root.tail[:, None, None].to(weight.dtype), root.extra
-    if scale != 1:
-        tail, extra = scale * tail, scale * extra
-    inside = weight @ own
-    if bias is not None:
-        inside += bias * last
-    inside *= extra.to(weight.dtype)
-    mapped = (weight * tail).baddbmm_(inside, own.mT)
-    if bias is None:
-        return mapped, None
-    return mapped, (bias * tail).baddbmm_(inside, last.mT)
+    tail = root.tail[:, None, None].to(square_dtype(m))
+    x = m * (tail if scale == 1 else scale * tail)
+    over_tail, above = root.apart
+    return x.baddbmm_(x @ over_tail.to(x.dtype), above.to(x.dtype))
 
 
 def _sq(x: Tensor) -> Tensor:
