@@ -133,6 +133,49 @@ def test_what_is_of_no_known_form_is_kept(way, remade):
     assert not remade
 
 
+class Doubled(nn.GroupNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class DoubledBefore(nn.GroupNorm):
+    def forward(self, x):
+        return super().forward(2 * x + x.abs())
+
+
+@pytest.mark.parametrize("norm", [Doubled, DoubledBefore])
+def test_a_norm_layer_with_a_forward_of_its_own_is_left_alone(norm, remade):
+    torch.manual_seed(3)
+    model = Net(norm=norm(2, 8))
+    coverage, batch = attached(model)
+    expected = recorded(model, coverage, batch)
+    assert_same(recorded(model, coverage, batch, Remaker()), expected)
+    assert not remade
+
+
+LATER = {
+    "a hook": lambda norm: norm.register_forward_hook(lambda m, a, y: 2 * y),
+    "a hook that normalises": lambda norm: norm.register_forward_hook(
+        lambda m, a, y: F.group_norm(y, 4)
+    ),
+    "a forward": lambda norm: setattr(
+        norm, "forward", lambda x: nn.GroupNorm.forward(norm, x + x.abs())
+    ),
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_a_norm_layer_that_was_changed_later_is_left_alone(change, remade):
+    """Attaching refuses these; what comes afterwards must not be guessed either."""
+    torch.manual_seed(3)
+    model = Net()
+    coverage, batch = attached(model)
+    LATER[change](model.norm)
+    expected = recorded(model, coverage, batch)
+    assert_same(recorded(model, coverage, batch, Remaker()), expected)
+    assert not remade
+
+
 def test_parameters_are_those_of_the_forward_pass(remade):
     model = Net()
     coverage, batch = attached(model)

@@ -193,9 +193,10 @@ class Recording:
             calls.append(call)
             leaves, spec = tree_flatten(output)
             leaves = [call.watch(leaf) for leaf in leaves]
-            if remaker is not None and args:
+            if remaker is not None:
                 remaker.stays(call.tensors())
-                remaker.normalised(module, args[0], leaves[0])
+                if isinstance(server, RuleServer) and args and not repeated:
+                    remaker.normalised(module, args[0], leaves[0])
             if keeper is not None:
                 keeper.outputs(leaves)
             if repeated and meetings is not None:

@@ -46,6 +46,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+#: Nodes of group and layer normalisation.
+_NORMS = ("NativeGroupNormBackward0", "NativeLayerNormBackward0")
+
+
 class Remaker:
     """What one pass does not keep. Private, as all that it holds."""
 
@@ -62,13 +66,23 @@ class Remaker:
         self._made.clear()
 
     def normalised(self, module: nn.Module, x: Any, y: Any) -> None:
-        """Note that a norm layer has made y of x; to be called inside its hook."""
+        """Note that a norm layer has made y of x; to be called inside its hook.
+
+        For a module that a rule serves. That y is really the layer's own operation on
+        x is read from the graph: a forward of one's own or another hook may have done
+        something more.
+        """
         if not isinstance(module, nn.GroupNorm | nn.LayerNorm) or not _is_whole(x):
             return
-        if isinstance(y, Tensor) and y.grad_fn is not None:
+        if not isinstance(y, Tensor) or self._memory(x).remade is not None:
+            return
+        node: Any = y.grad_fn
+        if node is None or node.name() != _NORMS[isinstance(module, nn.LayerNorm)]:
+            return
+        weights = module.weight, module.bias
+        if _is_same(node._saved_input, x) and _is_same(node._saved_weight, weights[0]):
             # whoever writes to x is refused by the norm layer's own record of it
-            weights = module.weight, module.bias
-            self._made[y.grad_fn] = partial(_normalised, module, *weights, x.detach())
+            self._made[node] = partial(_normalised, module, *weights, x.detach())
 
     def input(self, x: Any) -> Any:
         """How a layer's input is made again, if that is known; else the input."""
@@ -208,6 +222,13 @@ def _is_whole(x: Any) -> bool:
     if not is_plain(x) or not x.is_floating_point() or x.is_neg():
         return False
     return bool(x.numel() * x.element_size() == x.untyped_storage().nbytes())
+
+
+def _is_same(x: Tensor | None, y: Tensor | None) -> bool:
+    """Whether both are one tensor, or both none."""
+    if x is None or y is None:
+        return x is y
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape
 
 
 def _then(
