@@ -366,9 +366,11 @@ def test_large_passes_on_a_gpu_make_inputs_again(monkeypatch):
         coverage = private._engine._coverage
         recording = precision.recording(network(), coverage, rows, ())
         assert (recording._remaker is not None) is remakes
-    assert passes.ForwardPrecision(None, network()).remade_from == held
+    large = passes.ForwardPrecision(None, network())
+    assert (large.remade_from, large.as_of_large_passes().remade_from) == (held, 0)
     monkeypatch.undo()
-    assert passes.ForwardPrecision(None, network()).remade_from == math.inf
+    small = passes.ForwardPrecision(None, network())
+    assert small.remade_from == small.as_of_large_passes().remade_from == math.inf
 
 
 def test_kept_decides_by_bytes_what_is_written_down():

@@ -130,6 +130,8 @@ class _Trial:
         self._rule = rule.at(rule.first_threshold())
         self._slots = slots
         self._precision = precision
+        # what few rows take has to tell what many will take
+        self._as_large = precision.as_of_large_passes()
         self._device = next(model.parameters()).device
         named = dict(model.named_parameters())
         self._parameters = {n: named[n] for n in coverage.parameters}
@@ -145,7 +147,7 @@ class _Trial:
     def fits(self, rows: int) -> bool:
         """Whether a pass of so many rows goes through."""
         try:
-            self._pass(rows)
+            self._pass(rows, self._precision)
         except torch.OutOfMemoryError:
             return False
         finally:
@@ -154,24 +156,23 @@ class _Trial:
 
     def _bytes(self, rows: int) -> float:
         if self._device.type != "cuda":
-            written = self._pass(rows)
+            written = self._pass(rows, self._as_large)
             sums = sum(p.numel() * p.element_size() for p in self._parameters.values())
             return 2.0 * (rows * self._coverage.activation_bytes + written + sums)
-        self._pass(rows)  # libraries take memory of their own at first use
+        # libraries take memory of their own at first use
+        self._pass(rows, self._as_large)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        self._pass(rows)
+        self._pass(rows, self._as_large)
         return float(torch.cuda.max_memory_allocated(self._device) - before)
 
-    def _pass(self, rows: int) -> int:
+    def _pass(self, rows: int, precision: ForwardPrecision) -> int:
         """Forward, backward, clip; bytes of the gradients that were written down."""
         generator = torch.Generator().manual_seed(0)
         with undisturbed(self._model):
             batch = self._synthesise(rows, generator)
             sites = self._rule.measured_sites
-            recording = self._precision.recording(
-                self._model, self._coverage, rows, sites
-            )
+            recording = precision.recording(self._model, self._coverage, rows, sites)
             output = recording.forward(*as_call(batch.inputs))
             torch.autograd.backward(self._total(output, batch.targets))
             ios = recording.layer_ios()

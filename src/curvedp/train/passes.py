@@ -20,6 +20,7 @@ one example never looks at another.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -77,7 +78,13 @@ class ForwardPrecision:
         self.keeps_short = name == KEPT
         self._dtype = None if name is None else PRECISIONS[name]
         self._device = next(model.parameters()).device.type
-        self.remade_from = REMADE_FROM.get(self._device, math.inf)
+        self.remade_from: float = REMADE_FROM.get(self._device, math.inf)
+
+    def as_of_large_passes(self) -> ForwardPrecision:
+        """The same, keeping of every pass no more than a large one would."""
+        found = copy.copy(self)
+        found.remade_from = 0.0 if math.isfinite(self.remade_from) else math.inf
+        return found
 
     def recording(
         self,
