@@ -97,7 +97,7 @@ def attach(mode, x, y, recipe="dp-sgd", steps=1, **settings):
         physical_batch_size=ROWS, unsafe_reproducible_noise=7, **options, **settings,
     )  # fmt: skip
     private._kind = "cuda" if mode.startswith("gpu") else "cpu"
-    if "remade" in mode:  # as a GPU does with large passes
+    if "remade" in mode:  # as large passes do
         private._engine._precision.remade_from = 0
     if backend is not None:
         private._passed = private._engine.compiled(LOSS, synthetic, backend)
@@ -342,7 +342,7 @@ def test_kept_computes_in_float32_and_keeps_in_bfloat16():
     assert all(p.dtype == torch.float32 for p in private.model.module.parameters())
 
 
-def test_large_passes_on_a_gpu_make_inputs_again(monkeypatch):
+def test_large_passes_make_inputs_again(monkeypatch):
     """By bytes that shapes tell; a pass of less, or one that rounds, keeps them."""
     x, y = examples()
     private = attach("remade", x, y)
@@ -368,9 +368,9 @@ def test_large_passes_on_a_gpu_make_inputs_again(monkeypatch):
         assert (recording._remaker is not None) is remakes
     large = passes.ForwardPrecision(None, network())
     assert (large.remade_from, large.as_of_large_passes().remade_from) == (held, 0)
-    monkeypatch.undo()
-    small = passes.ForwardPrecision(None, network())
-    assert small.remade_from == small.as_of_large_passes().remade_from == math.inf
+    monkeypatch.setattr(passes, "REMADE_FROM", {})
+    never = passes.ForwardPrecision(None, network())
+    assert never.remade_from == never.as_of_large_passes().remade_from == math.inf
 
 
 def test_kept_decides_by_bytes_what_is_written_down():

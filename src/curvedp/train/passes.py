@@ -39,8 +39,9 @@ from curvedp.layers.remade import Remaker
 __all__ = ["KEPT", "PRECISIONS", "ForwardPrecision", "RecordedPass", "chosen_norms"]
 
 #: Bytes that a pass holds for its backward pass, from which on inputs that are cheap to
-#: compute again are let go; by device. A CPU's physical batches are far smaller.
-REMADE_FROM = {"cuda": 2**30}
+#: compute again are let go; by device. Small passes have more to lose than to gain, and
+#: those that a CPU makes by default are smaller than this.
+REMADE_FROM = {"cpu": 2**25, "cuda": 2**30}
 
 #: Keeps in bfloat16 what is computed in the model's own precision.
 KEPT = "bf16-kept"
