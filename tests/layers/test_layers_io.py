@@ -173,6 +173,19 @@ def test_the_planner_takes_gram_only_where_it_is_cheaper_and_smaller():
     assert choose_method(6, 5, 1000) is NormMethod.INSTANTIATE
 
 
+def test_chunks_are_even_and_hardly_larger_than_they_may_be():
+    assert [costs.even_rows(1024, most) for most in (1, 3, 97, 1000)] == [
+        1, 3, 94, 1024,
+    ]  # fmt: skip
+    assert costs.even_rows(5, 4) == 5 and costs.even_rows(6, 4) == 3
+    assert costs.even_rows(0, 4) == 1
+    for rows in range(1, 60):
+        for most in range(1, 60):
+            size = costs.even_rows(rows, most)
+            assert 1 <= size <= max(most, 1.25 * most)
+            assert -(-rows // size) <= -(-rows // most)
+
+
 CONVOLUTIONS = [
     nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2),
     nn.Conv2d(4, 8, (3, 2), (2, 1), (1, 2), (1, 2), 4),

@@ -31,6 +31,7 @@ __all__ = [
     "Work",
     "choose_method",
     "chunk_rows",
+    "even_rows",
     "lean_rows",
     "norm_work",
     "pass_work",
@@ -157,6 +158,18 @@ def chunk_rows(
     each = shape.groups * (t * (p + r) + (square if t > 1 else 0))
     limits = LEAN_CHUNK_ELEMENTS if lean else CHUNK_ELEMENTS
     return max(1, limits.get(device, limits["cpu"]) // max(1, each))
+
+
+def even_rows(rows: int, most: int) -> int:
+    """Examples of a chunk, of so many rows in as few chunks as hold at most ``most``.
+
+    A last chunk of a few rows would cost nearly as much as a whole one: chunks are of
+    one size, and what is larger than one by less than a quarter is not cut.
+    """
+    parts = max(1, -(-rows // most))
+    if parts == 2 and 4 * rows <= 5 * most:
+        parts = 1
+    return max(1, -(-rows // parts))
 
 
 def written_rows(

@@ -43,6 +43,7 @@ from curvedp.layers.costs import (
     DenseShape,
     NormMethod,
     chunk_rows,
+    even_rows,
     lean_rows,
     writes_down,
     written_rows,
@@ -183,7 +184,8 @@ class DenseIO(LayerIO):
         """Slices of the batch whose scratch memory stays bounded, with the method."""
         shape = self.shape
         method = method or self.method or shape.method
-        size = chunk_rows(shape, method, kind_of(self.calls[0][1]), lean=self.lean)
+        most = chunk_rows(shape, method, kind_of(self.calls[0][1]), lean=self.lean)
+        size = even_rows(self.batch_size, most)
         for start in range(0, self.batch_size, size):
             yield slice(start, start + size), method
 
@@ -278,7 +280,8 @@ class DenseIO(LayerIO):
         x, d = self.calls[0]
         rows = len(self.calls) > 1 or self.geometry.needs_rows(x[:1].to(dtype))
         kept = None if rows else x[:1].numel() + d[:1].numel()
-        size = written_rows(self.shape, kind_of(d), lean=self.lean, kept=kept)
+        most = written_rows(self.shape, kind_of(d), lean=self.lean, kept=kept)
+        size = even_rows(self.batch_size, most)
         start, stop = 0, 0
         while start < self.batch_size:
             stop = start + size
