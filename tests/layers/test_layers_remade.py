@@ -100,6 +100,9 @@ WAYS = {
     "relu in place": {"activation": nn.ReLU(inplace=True)},
     "tanh": {"activation": torch.tanh},
     "sigmoid": {"activation": torch.sigmoid},
+    "silu": {"activation": F.silu},
+    "gelu": {"activation": F.gelu},
+    "gelu by tanh": {"activation": lambda x: F.gelu(x, approximate="tanh")},
     "none": {"activation": lambda x: x},
     "layer norm": {"norm": nn.LayerNorm([8, 12, 12])},
 }
@@ -117,7 +120,7 @@ def test_an_input_of_two_layers_is_made_once_and_is_the_same(way, remade):
 
 
 NOT_MADE = {
-    "another activation": {"activation": F.silu},
+    "another activation": {"activation": F.softplus},
     "another norm": {"norm": nn.InstanceNorm2d(8, affine=True)},
     "something between": {"between": lambda x: 2 * x},
     "a part of it": {"between": lambda x: x[:, :, 1:]},

@@ -61,6 +61,14 @@ def conv():
 
 
 #: Name to (how it is made, shape of an input; None for tokens).
+def normed():
+    """The input of its second convolution can be made again."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 2, 2),
+        nn.Flatten(), nn.Linear(12, CLASSES),
+    )  # fmt: skip
+
+
 NETS = {
     "mlp": (mlp, (4,)),
     "conv": (conv, (1, 6, 5)),
@@ -69,14 +77,18 @@ NETS = {
 }
 
 
+#: Nets that show one thing.
+SPECIAL = {"normed": (normed, (1, 6, 5))}
+
+
 def make(net, seed=1):
     torch.manual_seed(seed)
-    return NETS[net][0]()
+    return (NETS | SPECIAL)[net][0]()
 
 
 def data(net, seed=0):
     """Drawn examples first, then spare ones, most of them hostile."""
-    shape = NETS[net][1]
+    shape = (NETS | SPECIAL)[net][1]
     generator = torch.Generator().manual_seed(seed)
     n = DRAWN + SPARE
     y = torch.randint(0, CLASSES, (n,), generator=generator)

@@ -41,7 +41,8 @@ class Case:
         tier: "loop" or "train_on".
         options: of ``make_private``; None leaves one out.
         passed: how ``train_on`` computes: "" as it is written, "traced" the graph that
-            a compiler is given, "graphed" the operations that a CUDA graph records.
+            a compiler is given, "graphed" the operations that a CUDA graph records,
+            "remade" with inputs that are made again, as in large passes.
     """
 
     recipe: str
@@ -101,6 +102,8 @@ def attach(case):
     engine, loss = private._engine, LOSSES[options["loss"]]
     if case.passed == "traced":
         private._passed = engine.compiled(loss, synthesiser(case.net), "eager")
+    if case.passed == "remade":
+        engine._precision.remade_from = 0
     if case.passed == "graphed":
         private._passed = engine.graphed(loss, Twin())
     watched = None if "people" in case.options else dataset
@@ -176,6 +179,8 @@ def cases(recipes=None):
             yield Case(recipe, net, "train_on", {}, passed)
         low = {"precision": "bf16", "norm_precision": "bf16"}
         yield Case("dp-kfc", net, "train_on", low, passed)
+    for recipe in ("dp-sgd", "dp-kfc", "dp-bandmf"):
+        yield Case(recipe, "normed", "train_on", {}, "remade")
     for net in ("mlp", "conv"):
         yield Case("dp-kfc", net, "loop", MEASURED)
     yield Case("dp-sgd", "conv", "train_on", OF_IMAGES[0])

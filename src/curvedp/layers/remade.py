@@ -1,13 +1,13 @@
 r"""Inputs that are computed again in the backward pass instead of kept for it.
 
 In a residual net most of what waits for the backward pass comes in pairs: what a norm
-layer was given, and what it and a ReLU have made of it, the input ``a`` of the next
-convolution. The first is kept for the norm layer's own gradient. The second follows
-from it by two passes over memory, and takes as much of it.
+layer was given, and what it and an activation have made of it, the input ``a`` of the
+next convolution. The first is kept for the norm layer's own gradient. The second
+follows from it by two passes over memory, and takes as much of it.
 
 So it is let go after the forward pass, and made again from the first by the same two
 operations when the backward pass comes to its layer: once for all who ask for it
-there (the layer's per-example gradients, the ReLU, a second layer with that input),
+there (the layer's per-example gradients, a ReLU, a second layer with that input),
 and gone when the last of them has asked. Same operations, same numbers: nothing about
 the norms or the sum is another.
 
@@ -38,11 +38,13 @@ from curvedp.layers.memory import is_plain, refuse_written, version, weakly
 
 __all__ = ["Remade", "Remaker"]
 
-#: By the name of its node in the graph, an operation that saves its own result.
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "ReluBackward0": F.relu_,
-    "TanhBackward0": torch.tanh_,
-    "SigmoidBackward0": torch.sigmoid_,
+#: By the name of its node in the graph, an activation as it was applied.
+_ACTIVATIONS: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
+    "ReluBackward0": lambda node: F.relu_,
+    "TanhBackward0": lambda node: torch.tanh_,
+    "SigmoidBackward0": lambda node: torch.sigmoid_,
+    "SiluBackward0": lambda node: partial(F.silu, inplace=True),
+    "GeluBackward0": lambda node: partial(F.gelu, approximate=node._saved_approximate),
 }
 
 
@@ -114,7 +116,7 @@ class Remaker:
         activation = None if node is None else _ACTIVATIONS.get(node.name())
         if node is not None and activation is not None:
             make = self._made.get(node.next_functions[0][0])
-            return None if make is None else _then(make, activation)
+            return None if make is None else _then(make, activation(node))
         return self._made.get(node)
 
     def _memory(self, x: Tensor) -> _Memory:
@@ -234,7 +236,7 @@ def _is_same(x: Tensor | None, y: Tensor | None) -> bool:
 def _then(
     make: Callable[[], Tensor], activation: Callable[[Tensor], Tensor]
 ) -> Callable[[], Tensor]:
-    """Both, the second in place: what the first has made is nobody else's."""
+    """One after the other; the second may work in place: nobody else has its input."""
     return lambda: activation(make())
 
 
