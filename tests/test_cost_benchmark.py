@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ def load():
     while str(BENCHMARKS) in sys.path:
         sys.path.remove(str(BENCHMARKS))
     for name in [
-        n for n in sys.modules if n.split(".")[0] in ("cost", "scaling", "on_gpu")
+        n
+        for n in sys.modules
+        if n.split(".")[0] in ("cost", "scaling", "on_gpu", "counted_memory")
     ]:
         del sys.modules[name]
 
@@ -103,6 +106,24 @@ def test_the_nets_that_are_promised_are_there(load):
     }  # fmt: skip
     for device in ("cpu", "cuda"):
         assert wanted <= cells[device].keys()
+
+
+def test_memory_is_counted_with_what_takes_it(load):
+    memory, nets = load("counted_memory"), load("cost.nets")
+    before = dict(memory.passes.REMADE_FROM)
+    net = replace(nets.CELLS["cuda"]["dpkfc-mnist"], batch=6)
+    plain, ours = (memory.count(net, name) for name in ("non-private", "curvedp"))
+    # a result of the first layer and its copy, and the weights' gradients
+    least = (2 * 6 * 16 * 28 * 28 + 206_922) * 4 / 2**20
+    assert least < plain["peak_mib"] < 3 * least
+    assert sum(plain["at_peak_mib"].values()) <= plain["peak_mib"] * 1.05
+    assert 0.5 < ours["peak_mib"] / plain["peak_mib"] < 3
+    assert before == memory.passes.REMADE_FROM
+    row = {"net": net.name, "batch": 6, "contestant": "curvedp"} | ours
+    ghost = row | {"contestant": "opacus ghost", "peak_mib": 2 * ours["peak_mib"]}
+    told = memory.table({"rows": [row, ghost], "torch": "", "opacus": "", "python": "",
+                         "date": ""})  # fmt: skip
+    assert f"| curvedp | {ours['peak_mib']:.0f} |" in told and "| 0.50 |" in told
 
 
 def test_jobs_for_a_gpu_are_scripts_and_nets_that_exist(load):
