@@ -317,6 +317,16 @@ def test_a_pass_leaves_nothing_alive_and_no_cycle():
         gc.enable()
 
 
+def test_nobody_gets_what_is_gone():
+    x = torch.randn(3)
+    remade = Remade(x, x.clone)
+    remade.awaited().awaited()
+    assert torch.equal(remade.opened(), x)
+    assert remade.opened() is not x
+    with pytest.raises(LoopError, match="again after that pass"):
+        remade.opened()
+
+
 def test_backward_runs_once():
     model = Net()
     coverage, batch = attached(model)

@@ -34,6 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
+from curvedp.errors import LoopError
 from curvedp.layers.memory import is_plain, refuse_written, version, weakly
 
 __all__ = ["Remade", "Remaker"]
@@ -46,7 +47,6 @@ _ACTIVATIONS: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
     "SiluBackward0": lambda node: partial(F.silu, inplace=True),
     "GeluBackward0": lambda node: partial(F.gelu, approximate=node._saved_approximate),
 }
-
 
 #: Nodes of group and layer normalisation.
 _NORMS = ("NativeGroupNormBackward0", "NativeLayerNormBackward0")
@@ -161,7 +161,12 @@ class Remade:
     def opened(self) -> Tensor:
         """The tensor; for the last one who asks, out of memory after that."""
         if self._found is None:
-            assert self._make is not None  # whoever asks has said so
+            if self._make is None:  # more have asked than said that they would
+                raise LoopError(
+                    "a tensor that was saved for the backward pass is asked for again "
+                    "after that pass",
+                    "call backward once for each batch of the loader",
+                )
             with torch.no_grad():
                 self._found = self._make()
         found = self._found
