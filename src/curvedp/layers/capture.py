@@ -187,8 +187,9 @@ class Recording:
             if keeper is not None and isinstance(server, RuleServer):
                 args, kwargs = keeper.inputs(args), keeper.inputs(kwargs)
             kept, goes = args, settle is not None and not repeated
-            if remaker is not None and goes and self._writes_down(item, args, output):
-                kept = (remaker.input(args[0]), *args[1:])
+            if remaker is not None and goes and remaker.knows(args):
+                goes = self._writes_down(item, args, output)
+                kept = (remaker.input(args[0]), *args[1:]) if goes else args
             call = OpenCall(kept, kwargs, settle=settle, keeper=keeper)
             calls.append(call)
             leaves, spec = tree_flatten(output)
@@ -210,7 +211,7 @@ class Recording:
         """Whether a layer of this output lets its input go when gradients come."""
         module = self._model.get_submodule(item.site.name)
         trains = "weight" in item.site.parameters and type(module) in _PRODUCTS
-        if not trains or not args or not isinstance(output, Tensor):
+        if not trains or not isinstance(output, Tensor):
             return False
         # an output gradient has the shape of the output
         io = self._of_calls(item, [Call(args[:1], {}, (output.detach(),))])

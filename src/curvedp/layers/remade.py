@@ -86,14 +86,16 @@ class Remaker:
             # whoever writes to x is refused by the norm layer's own record of it
             self._made[node] = partial(_normalised, module, *weights, x.detach())
 
-    def input(self, x: Any) -> Any:
-        """How a layer's input is made again, if that is known; else the input."""
-        if not _is_whole(x) or self._memory(x).stays:
-            return x
+    def knows(self, args: tuple[Any, ...]) -> bool:
+        """Whether a layer's input could be made again."""
+        return bool(args) and _is_whole(args[0]) and self._way_to(args[0]) is not None
+
+    def input(self, x: Tensor) -> Tensor | Remade:
+        """How a layer's input, of which it knows, is made again; or the input."""
         memory, make = self._memory(x), self._way_to(x)
+        if memory.stays or make is None:
+            return x
         if memory.remade is None or not memory.remade.is_like(x):
-            if make is None:
-                return x
             memory.remade = Remade(x, make)
             for reference in memory.saved:
                 saved = reference()
