@@ -183,9 +183,11 @@ def main():
         stored = json.loads(output.read_text(encoding="utf-8"))
         same = ("device", "machine", "threads", "clock", "torch", "repeats")
         if all(stored.get(name) == result[name] for name in same):
-            result |= {name: stored[name] for name in ("rows", "whitening", "timed")}
+            kept = ("date", "rows", "whitening", "timed")  # the day it was measured
+            result |= {name: stored[name] for name in kept}
 
     def keep():  # after every part, so that what was measured outlives an interruption
+        result["date"] = time.strftime("%Y-%m-%d")
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     known = {row["sweep"] for row in result["rows"]}
