@@ -12,8 +12,8 @@ branches of a net meet (:mod:`curvedp.testing.live`).
 Whitening estimates its curvature from few probes here: shapes are all that counts.
 
 A contestant that is known to take more than this machine has is left out
-(``--most-gib``). Rows that the output file has for the same code are not counted again
-unless ``--again`` says so.
+(``--most-gib``). Rows that the output file has are not counted again, whatever code
+they are of, unless ``--again`` says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import argparse
 import gc
 import json
 import platform
-import subprocess
 import sys
 import time
 import warnings
@@ -88,19 +87,10 @@ def measured():
 
 
 def header():
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
     return {
         "torch": torch.__version__,
         "opacus": opacus_version(),
         "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() or None,
         "rows": [],
     }
 
@@ -118,7 +108,10 @@ def table(result):
         "over ghost, both counted |",
         "|---|---|--:|--:|--:|",
     ]
-    for row in result["rows"]:
+    order = [(net, name) for net in CELLS["cuda"] for name in CONTESTANTS]
+    for row in sorted(
+        result["rows"], key=lambda row: order.index((row["net"], row["contestant"]))
+    ):
         seen = known.get(row["net"], {}).get(row["contestant"])
         shown = "" if seen is None else f"{seen:.0f}"
         whole = ghost.get((row["net"], row["batch"]))
@@ -127,10 +120,11 @@ def table(result):
             f"| `{row['net']}`, {row['batch']} | {row['contestant']} | "
             f"{row['peak_mib']:.0f} | {shown} | {over} |"
         )
+    dates = {row["date"] for row in result["rows"]}
     lines += [
         "",
         f"torch {result['torch']}, Opacus {result['opacus']}, Python "
-        f"{result['python']}; {result['date']}.",
+        f"{result['python']}; {' and '.join(sorted(dates))}.",
     ]
     return "\n".join(lines)
 
@@ -166,6 +160,7 @@ def main():
                 print(f"{name}, {contestant}: too large to count here", file=sys.stderr)
                 continue
             row = {"net": name, "batch": net.batch, "contestant": contestant}
+            row["date"] = time.strftime("%Y-%m-%d")
             row |= count(net, contestant)
             result["rows"].append(row)
             text = json.dumps(result, indent=1) + "\n"
