@@ -132,7 +132,9 @@ def table(result):
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nets", nargs="*", default=list(NETS), choices=CELLS["cuda"])
-    parser.add_argument("--contestants", nargs="*", default=list(CONTESTANTS))
+    parser.add_argument(
+        "--contestants", nargs="*", default=list(CONTESTANTS), choices=CONTESTANTS
+    )
     parser.add_argument("--batch", type=int, help="instead of each net's own")
     parser.add_argument("--most-gib", type=float, default=18.0)
     parser.add_argument("--output", type=Path, default=OUTPUT)
