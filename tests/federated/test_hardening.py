@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from curvedp.accounting import GaussianEvent, get_accountant
 from curvedp.barrier import ClippedSum, Relation
-from curvedp.errors import ConfigurationError
+from curvedp.errors import ConfigurationError, RoundError
 from curvedp.federated import (
     Client,
     FederatedPlan,
@@ -230,3 +230,13 @@ def test_updates_that_add_up_to_infinity_are_left_out():
     assert "too large" in report.refused[1]
     for value in world.parameters().values():
         assert bool(torch.isfinite(value).all())
+
+
+@pytest.mark.parametrize("other", [True, 1.0, "1", None, -1])
+def test_a_round_is_a_whole_number(other):
+    """``True`` is 1 to Python, and was a second name of round 1."""
+    world = World(rounds=3)
+    task = world.server.open_round()
+    with pytest.raises(RoundError, match="not in the plan"):
+        world.clients[0].answer(replace(task, round=other))
+    assert world.clients[0].ledger.count() == 0

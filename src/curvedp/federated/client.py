@@ -49,6 +49,7 @@ from curvedp.sampling import People, Sampler
 from curvedp.train.datasets import TrainingData, moved
 from curvedp.train.journal import Journal
 from curvedp.train.passes import RecordedPass
+from curvedp.values import is_whole
 
 __all__ = ["Client"]
 
@@ -193,7 +194,7 @@ class Client:
                 "client",
                 "start both with the same settings and the same frozen weights",
             )
-        if not 0 <= task.round < shared.plan.federation.rounds:
+        if not is_whole(task.round) or task.round >= shared.plan.federation.rounds:
             raise RoundError(f"round {task.round} is not in the plan")
         checked_parameters(task.parameters, shared.parameters, "the server's task")
         if task.whitened_at:
