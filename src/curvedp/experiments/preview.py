@@ -179,9 +179,9 @@ def _coverage(built: BuiltRun) -> tuple[Coverage, Synthesiser]:
     return cover(built.model, synthesise, loss), synthesise
 
 
-def _synthetic(built: BuiltRun, rows: int) -> ArrayDataset:
+def _synthetic(built: BuiltRun, rows: int, seed: int = 0) -> ArrayDataset:
     source = built.source
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     inputs = torch.rand(rows, *source.input_shape, generator=generator)
     if source.task is Task.CLASSIFICATION:
         return ArrayDataset(inputs, torch.zeros(rows, dtype=torch.int64))
@@ -248,7 +248,7 @@ def _stand_in(
     )
     if recipe.curvature is not None and recipe.curvature.probe in ("public", "oracle"):
         recipe = recipe.configure(probe="public")
-        probes = PublicProbe(synthetic, allow_repeats=True)
+        probes = PublicProbe(_synthetic(built, rows, seed=1), allow_repeats=True)
     settings: dict[str, Any] = {"noise_multiplier": 1.0} if recipe.private else {}
     trainer = Trainer(
         copy.deepcopy(built.model),

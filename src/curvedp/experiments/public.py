@@ -13,6 +13,7 @@ from curvedp.data import ArrayDataset, DataSource
 from curvedp.errors import ConfigurationError, DataError
 from curvedp.experiments.config import RunConfig
 from curvedp.probes import PublicProbe
+from curvedp.train.overlap import refuse_private_rows
 
 __all__ = ["public_probe", "public_validation"]
 
@@ -66,6 +67,7 @@ def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
         own_labels = own_labels or curvature.labels == "own"
         sizes["probe_size"] = curvature.probe_size
     _check(public, private, own_labels=own_labels, sizes=sizes)
+    refuse_private_rows(public.train, private.train, public.name)
     return PublicProbe(public.train, name=Path(config.public_data).name)
 
 
@@ -81,6 +83,7 @@ def public_validation(config: RunConfig, private: DataSource) -> ArrayDataset:
         config.validation_data, with_test=False, **config.validation_data_options
     )
     _check_shape(public, private)
+    refuse_private_rows(public.train, private.train, public.name)
     if (public.task, public.num_outputs) != (private.task, private.num_outputs):
         raise DataError(
             f"{public.name} is a {public.task.value} of {public.num_outputs} outputs, "

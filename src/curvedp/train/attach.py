@@ -20,17 +20,18 @@ from curvedp.layers import (
     synthesiser_like,
 )
 from curvedp.plan import Plan
-from curvedp.probes import LabelRule, Probe
+from curvedp.probes import LabelRule, Probe, PublicProbe
 from curvedp.recipes import Curvature, Recipe, get_recipe
 from curvedp.sampling import People
 from curvedp.train.datasets import Augment, TrainingData, chosen_views
 from curvedp.train.engine import Engine
 from curvedp.train.fitting import AUTO, fitting_rows
-from curvedp.train.guard import check_optimizer, refuse_processes
+from curvedp.train.guard import check_optimizer, refuse_processes, refuse_rounds
 from curvedp.train.journal import Journal
 from curvedp.train.ledgers import open_ledger
 from curvedp.train.losses import per_example_loss
 from curvedp.train.measured import MeasuredSource, measured_layers
+from curvedp.train.overlap import refuse_private_rows
 from curvedp.train.passes import ForwardPrecision, chosen_norms
 from curvedp.train.pretrain import PublicStart
 from curvedp.train.private import Private
@@ -49,7 +50,7 @@ __all__ = ["make_private"]
 _OF_THE_OPTIMISER = {"learning_rate", "momentum", "weight_decay"}
 
 
-def make_private(
+def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     dataset: Any,
@@ -148,11 +149,14 @@ def make_private(
         with the plan's epsilon, under its relation and for what its statement covers.
     """
     refuse_processes()
+    refuse_rounds(run_dir)
     chosen = _chosen_recipe(recipe, settings)
     start = PublicStart.of(chosen, probes, run_dir)
     plan_settings = PrivacySettings.of(settings)
     group = _people(people, examples_per_person)
     source = TrainingData.of(dataset, collate_fn, loader_options, group)
+    if isinstance(probes, PublicProbe):
+        refuse_private_rows(probes.dataset, source.dataset, "the probe's public data")
     plan = plan_settings.first_plan(chosen, source.size, examples_per_person)
     streams = plan.streams(seed, unsafe_reproducible_noise=unsafe_reproducible_noise)
     shown = chosen_views(augment, views, streams, group)
@@ -189,8 +193,9 @@ def make_private(
     if start is not None:
         start.take(model, _required(checked_loss, chosen), streams)
     if chosen.eigenvalues is not None:  # the plan so far has made-up noise
-        designed = stored_design(folder) or (
-            find_design(
+        designed = stored_design(folder)
+        if designed is None and chosen.is_correlated:
+            designed = find_design(
                 model,
                 coverage,
                 _required(checked_loss, chosen),
@@ -203,9 +208,6 @@ def make_private(
                 float(optimizer.param_groups[0]["lr"]),
                 streams,
             )
-            if chosen.is_correlated
-            else None
-        )
         plan = plan_settings.plan(chosen, source.size, examples_per_person, designed)
     ledger = open_ledger(
         folder,

@@ -8,6 +8,7 @@ no longer uses only drifts. Neither shows in the loss, so both are looked for he
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
@@ -23,7 +24,11 @@ __all__ = [
     "refuse_changes",
     "refuse_foreign_gradients",
     "refuse_processes",
+    "refuse_rounds",
 ]
+
+#: Modules of Flower that call a client's handlers.
+_OF_A_CLIENT = ("flwr.clientapp.", "flwr.client.", "flwr.compat.client.")
 
 _AGAIN = "make the change first, then call make_private (with a new optimiser)"
 
@@ -168,6 +173,26 @@ def refuse_processes() -> None:
             "of any size takes), or call "
             "torch.distributed.destroy_process_group() before",
         )
+
+
+def refuse_rounds(run_dir: object) -> None:
+    """Refuse to begin an account inside the handler of a Flower client's message.
+
+    A handler runs once a round and remembers nothing: each round would print an epsilon
+    of its own, and nobody would add them up. A run folder adds them up.
+    """
+    frame = sys._getframe(1) if run_dir is None else None
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(_OF_A_CLIENT):
+            raise ConfigurationError(
+                "this is the message handler of a Flower client, which attaches anew "
+                "in each round, and without a run folder each round would have an "
+                "account of its own",
+                "give run_dir a folder that the client keeps: one ledger then holds "
+                "all rounds, and ends at the planned epsilon; or take "
+                "curvedp.federated, which is made for rounds",
+            )
+        frame = frame.f_back
 
 
 def _held(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

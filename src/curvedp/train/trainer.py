@@ -33,6 +33,7 @@ from curvedp.train.explained import StepPlan
 from curvedp.train.fitting import AUTO
 from curvedp.train.losses import per_example_loss
 from curvedp.train.observers import EarlyStopping, Progress
+from curvedp.train.overlap import refuse_private_rows
 from curvedp.train.passes import ForwardPrecision
 from curvedp.train.plain import fit_without_privacy
 from curvedp.train.private import Private
@@ -188,6 +189,9 @@ class Trainer:
         optimiser = self.recipe.make_optimiser(
             p for p in self.model.parameters() if p.requires_grad
         )
+        if self._early_stopping is not None and self.recipe.private:
+            shown = self._early_stopping.public_data
+            refuse_private_rows(shown, dataset, "the public data of early_stopping")
         if not self.recipe.private:
             if resume:
                 raise ConfigurationError(
