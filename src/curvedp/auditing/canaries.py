@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from curvedp.errors import ConfigurationError, DataError
 from curvedp.layers import Batch, synthesiser_like
+from curvedp.sampling.physical import gathers
 from curvedp.train.datasets import TrainingData, moved
 
 __all__ = ["Canaries", "WithCanaries", "synthetic_canaries", "with_canaries"]
@@ -151,8 +152,7 @@ class WithCanaries(Dataset[Any]):
 
 def with_canaries(dataset: Any, items: Sequence[Any]) -> Any:
     """The dataset with canaries at its end; tensors stay tensors, which is faster."""
-    plain = type(dataset).__getitem__ is TensorDataset.__getitem__
-    if not (plain or getattr(dataset, "gathers_rows", False)):
+    if not gathers(dataset):
         return WithCanaries(dataset, items)
     columns = [list(column) for column in zip(*items, strict=True)] if items else []
     if not columns:

@@ -21,14 +21,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
 
 from curvedp.errors import DataError
 from curvedp.sampling.cyclic import Sampler
 from curvedp.sampling.people import People
 from curvedp.sampling.views import Views
 
-__all__ = ["PhysicalBatch", "PhysicalLoader"]
+__all__ = ["PhysicalBatch", "PhysicalLoader", "gathers"]
 
 Collate = Callable[[list[Any]], Any]
 Rows = npt.NDArray[np.int64]
@@ -90,12 +96,7 @@ class PhysicalLoader:
         self._collate = collate
         self._options = dict(options or {})
         # A whole batch of a tensor dataset is one gather instead of P of them.
-        plain = type(dataset).__getitem__ is TensorDataset.__getitem__
-        self._gather = (
-            (plain or getattr(dataset, "gathers_rows", False))
-            and collate is None
-            and not self._options
-        )
+        self._gather = gathers(dataset) and collate is None and not self._options
         if self._gather:
             self._devices = {t.device for t in dataset.tensors}
         self._numbers = torch.arange(self._physical)
@@ -183,8 +184,11 @@ class PhysicalLoader:
                 rows = {device: _index(part, device) for device in self._devices}
                 yield [_gathered(t, rows[t.device], self._fetched) for t in tensors]
         else:
+            dataset = self._dataset
+            if hasattr(dataset, "__getitems__"):
+                dataset = _Together(dataset, singly=self._people is not None)
             yield from DataLoader(
-                self._dataset,
+                dataset,
                 batch_sampler=_Portions(portions),
                 collate_fn=_PaddedCollate(self._collate, self._empty, self._fetched),
                 **self._options,
@@ -226,6 +230,41 @@ class _Portions:
         return (rows.tolist() for rows in self._portions)
 
 
+class _Together(Dataset[Any]):
+    """A dataset whose examples are fetched several at a time, as it wants them.
+
+    As many have to come as were asked for. Where rows belong to persons they are asked
+    for one by one: a dataset that reads in an order of its own (that of a file) may
+    give them back in that order. Anything else is the dataset's own, so that a
+    ``worker_init_fn`` finds what it looks for.
+    """
+
+    def __init__(self, own: Any, *, singly: bool) -> None:
+        vars(self).update(_own=own, _singly=singly)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_own":  # asked for while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._own, name, value)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._own[index]
+
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        asked = [[row] for row in rows] if self._singly else [rows] if rows else []
+        found = [list(self._own.__getitems__(part)) for part in asked]
+        if [len(part) for part in found] != [len(part) for part in asked]:
+            raise DataError(
+                f"__getitems__ of {type(self._own).__name__} gives another number of "
+                "examples than it is asked for",
+                "return one example for each index, in the order of the indices",
+            )
+        return [example for part in found for example in part]
+
+
 @dataclass(frozen=True)
 class _PaddedCollate:
     """The user's collate function, then padding; a class, so that it pickles."""
@@ -264,16 +303,29 @@ def template_batch(dataset: Any, collate: Collate | None = None) -> Any:
     return tree_map(_zeros, batch)
 
 
+def gathers(dataset: Any) -> bool:
+    """Whether ``dataset[i]`` is row i of each of its tensors, and nothing besides.
+
+    A subclass with a way of its own to give examples is asked for them that way.
+    """
+    kinds = type(dataset).__mro__
+    owner = next((kind for kind in kinds if "__getitem__" in vars(kind)), object)
+    plain = owner is TensorDataset or vars(owner).get("gathers_rows", False)
+    return plain and not hasattr(dataset, "__getitems__")
+
+
 def population(dataset: Any) -> int:
     """Number of examples, or an error that says what kind of dataset is needed."""
     try:
         size = len(dataset)
     except TypeError:
         size = None
-    if size is None or not hasattr(dataset, "__getitem__"):
+    indexed = hasattr(dataset, "__getitem__")
+    # a stream's base class has a __getitem__ that is not implemented
+    if size is None or not indexed or isinstance(dataset, IterableDataset):
         raise DataError(
-            f"{type(dataset).__name__} has no length or no indexing; Poisson sampling "
-            "draws each example on its own",
+            f"{type(dataset).__name__} is a stream, or has no length or no indexing; "
+            "Poisson sampling draws each example on its own",
             "give a map-style dataset with __len__ and __getitem__ (store a stream to "
             "disk first)",
         )

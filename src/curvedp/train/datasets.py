@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class TrainingData:
     ) -> TrainingData:
         """From a dataset, or from a DataLoader whose sampler is replaced."""
         options = dict(loader_options or {})
+        _refuse_options(options)
         fixed = [name for name in _SAMPLING if name in options]
         if fixed:
             raise ConfigurationError(
@@ -171,7 +173,25 @@ def _matching(people: People | None, dataset: Any) -> People | None:
     return people
 
 
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    """Refuse what would hand portions over in another order, or is no option."""
+    if not options.get("in_order", True):
+        raise ConfigurationError(
+            "loader_options has in_order=False: a portion that comes early would be "
+            "taken for another one, of another step",
+            "leave in_order out; a higher prefetch_factor hides slow examples",
+        )
+    known = signature(DataLoader).parameters.keys() - {"dataset"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigurationError(
+            f"loader_options cannot have {', '.join(unknown)}",
+            f"a DataLoader takes: {', '.join(sorted(known - set(_SAMPLING)))}",
+        )
+
+
 def _refuse_sampler(loader: DataLoader[Any]) -> None:
+    population(loader.dataset)
     sampler = loader.sampler
     plain = isinstance(sampler, SequentialSampler) or (
         isinstance(sampler, RandomSampler) and not sampler.replacement

@@ -106,6 +106,7 @@ class Engine(Releasing):
         self._loader = loader
         self._attached = Attached(model, optimizer, self.parameters)
         self._open = _Open()
+        self._walk: object = None
         self._scale: Callable[[], float] = lambda: 1.0
 
     def set_scale(self, scale: Callable[[], float]) -> None:
@@ -134,8 +135,15 @@ class Engine(Releasing):
         """Physical batches of the next steps, at most as many as the budget allows."""
         refuse_processes()  # they may have been started since it was attached
         self._open = _Open()  # a batch that an earlier loop left behind is not released
+        self._walk = walk = object()
         stop = self.step + min(steps, self.steps_left)
         for batch in self._loader.steps(self.step, stop):
+            if self._walk is not walk:
+                raise LoopError(
+                    "another pass over private.loader has begun since: both would give "
+                    "the same portions, and the step would hold each of them twice",
+                    "take batches from one iterator of private.loader at a time",
+                )
             self._take_in()
             self._open.batch = batch
             self._open.recording = None
