@@ -97,8 +97,8 @@ def damaged(content: bytes, kind: str) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("magic", "bad magic number 00000d03"),
-        ("dimensions", "bad magic number 00000801"),
+        ("magic", "bad magic number, expected 00000803"),
+        ("dimensions", "bad magic number, expected 00000803"),
         ("truncated", "truncated|more than the file"),
         ("header", "truncated"),
         ("empty", "truncated"),

@@ -75,7 +75,7 @@ def test_nothing_is_guessed(folder, left_out):
 
 
 def test_declarations_that_do_not_fit_are_refused(folder):
-    with pytest.raises(DataError, match="'dog' is none of the declared"):
+    with pytest.raises(DataError, match=r"none of the declared(?s:.*)declared are cat"):
         load(folder, classes=["cat", "owl"], image_size=4)
     with pytest.raises(DataError, match="listed twice"):
         load(folder, classes=["cat", "cat"], image_size=4)
@@ -96,7 +96,9 @@ def test_broken_images_are_named(folder):
     whole = path.read_bytes()
     for content in (b"", b"not an image", whole[:40], whole[:-20]):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"b\.png: cannot be read as an image"):
+        with pytest.raises(
+            DataError, match=r"dog: image 2 in the order of names: cannot be"
+        ):
             load(folder, **DECLARED)
 
 

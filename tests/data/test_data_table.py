@@ -158,7 +158,7 @@ def test_rows_beyond_one_block(tmp_path, monkeypatch):
         ("age,job,label\n,clerk,no\n", r"'age' is empty[\s\S]*missing="),
         ("age,job,label\n50,clerk\n", "line 2: 2 cells where the header has 3"),
         ("age,job,label\n50,clerk,no,1\n", "line 2: 4 cells where the header has 3"),
-        ("age,work,label\n50,clerk,no\n", r"no column 'job'[\s\S]*work"),
+        ("age,work,label\n50,clerk,no\n", r"no column 'job'[\s\S]*declare header"),
         ("age,job,age\n50,clerk,no\n", "names a column twice"),
         ("age,job,label\n", "no rows"),
         ("", "no rows"),

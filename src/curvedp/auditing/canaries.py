@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from curvedp.errors import ConfigurationError, DataError
+from curvedp.errors import ConfigurationError, DataError, withheld
 from curvedp.layers import Batch, synthesiser_like
 from curvedp.sampling.physical import gathers
 from curvedp.train.datasets import TrainingData, moved
@@ -99,7 +99,8 @@ def synthetic_canaries(
     device = next(model.parameters()).device
     template = source.template(device, with_targets=True)
     make = synthesiser_like(template, model)
-    like = source.dataset[0]
+    with withheld("the dataset"):
+        like = source.dataset[0]
 
     def draw() -> list[Any]:
         batch = make(count, generator)

@@ -27,7 +27,7 @@ from curvedp.auditing.correlated import SeenStep, joint_ratios
 from curvedp.auditing.directions import Directions
 from curvedp.auditing.evidence import disentangled_ratio, likelihood_ratio
 from curvedp.barrier import ClippedSum, Release
-from curvedp.errors import ConfigurationError
+from curvedp.errors import ConfigurationError, withheld
 from curvedp.layers import Batch, LayerIO, Recording, as_call
 from curvedp.layers.precision import exact
 from curvedp.noise import CorrelatedMechanism, Mechanism, NoiseState, RandomStreams
@@ -226,7 +226,9 @@ def next_sum(private: Private) -> ClippedSum:
     for data in private.loader:
         inputs, targets = moved(tuple(data), next(engine.model.parameters()).device)
         args, kwargs = as_call(inputs)
-        torch.autograd.backward(private.loss(private.model(*args, **kwargs), targets))
+        loss = private.loss(private.model(*args, **kwargs), targets)
+        with withheld("the backward pass"):
+            torch.autograd.backward(loss)
         if engine.accumulate():
             break
     pending = engine._open.pending
@@ -245,9 +247,10 @@ def _pass(private: Private, batch: Batch) -> list[LayerIO]:
         keep_inputs=engine.plan.clipping.measured_sites,
     )
     args, kwargs = as_call(batch.inputs)
-    output = recording.forward(args, kwargs, engine._point())
-    torch.autograd.backward(loss(output, batch.targets).sum())
-    return recording.layer_ios()
+    with withheld("the model or its loss"):
+        output = recording.forward(args, kwargs, engine._point())
+        torch.autograd.backward(loss(output, batch.targets).sum())
+        return recording.layer_ios()
 
 
 def _rows(batch: Batch) -> int:

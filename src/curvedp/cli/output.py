@@ -23,7 +23,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from curvedp.cli.parameters import DebugFlag, extend_signature
-from curvedp.errors import CurvedpError
+from curvedp.errors import CurvedpError, showing_private_text
 from curvedp.experiments.jsonable import jsonable
 from curvedp.train import Progress, Statement
 
@@ -86,7 +86,8 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapped(*, debug: bool = False, **kwargs: Any) -> None:
         try:
-            command(**kwargs)
+            with showing_private_text(debug):
+                command(**kwargs)
         except CurvedpError as error:
             if debug:
                 traceback.print_exc()

@@ -20,7 +20,8 @@ __all__ = [
 ]
 
 DebugFlag = Annotated[
-    bool, typer.Option("--debug", help="Show the traceback of an error.")
+    bool,
+    typer.Option("--debug", help="Show all of an error. It may quote private records."),
 ]
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout.")

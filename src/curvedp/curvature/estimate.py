@@ -8,6 +8,7 @@ per-example losses gives every layer's inputs and output gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from curvedp.barrier import Provenance
 from curvedp.curvature.factors import SHARING, Factor, Factors, factors_of
 from curvedp.curvature.sketch import sketch_of
 from curvedp.curvature.squares import SQUARES, squares_of
-from curvedp.errors import ConfigurationError
+from curvedp.errors import ConfigurationError, withheld
 from curvedp.layers import LayerIO, Recording, as_call
 from curvedp.layers.covered import Covered
 from curvedp.layers.precision import exact
@@ -156,6 +157,19 @@ def probe_pass(
 
     It stands on the side of the barrier on which the probe stands.
     """
+    public = how.probe.provenance.is_public
+    with nullcontext() if public else withheld("the model, on the oracle's examples"):
+        return _probe_pass(model, covered, how, loss, generator, parameters)
+
+
+def _probe_pass(
+    model: nn.Module,
+    covered: Sequence[Covered],
+    how: Estimate,
+    loss: PerExampleLoss,
+    generator: torch.Generator,
+    parameters: Mapping[str, Tensor] | None,
+) -> list[LayerIO]:
     device = next(model.parameters()).device
     drawn = draw(how.probe, how.labels, how.size, generator, device)
     inputs = tree_map(lambda x: _placed(x, model, device), drawn.inputs)

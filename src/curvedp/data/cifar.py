@@ -102,8 +102,8 @@ def _read_records(path: Path, label_bytes: int) -> np.ndarray:
         content = path.read_bytes()
     if not content or len(content) % record_bytes:
         raise DataError(
-            f"{path}: {len(content)} bytes are not a whole number of records of "
-            f"{record_bytes} bytes",
+            f"{path}: its size is not a whole number of records of {record_bytes} "
+            "bytes",
             "the file is truncated or of the other CIFAR; get it again",
         )
     return np.frombuffer(content, dtype=np.uint8).reshape(-1, record_bytes)

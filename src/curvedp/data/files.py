@@ -65,7 +65,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise DataError(
-            f"{path}: damaged or truncated compressed data ({error})",
+            f"{path}: damaged or truncated compressed data",
             "get the file again",
         ) from error
     except UnicodeDecodeError as error:
@@ -75,7 +75,7 @@ def reading(path: Path) -> Iterator[None]:
             f"{path}: does not fit into the memory", "use a smaller file"
         ) from error
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = error.strerror or type(error).__name__  # others quote what they read
         raise DataError(
             f"{path}: cannot be read ({reason})", "check the file and its permissions"
         ) from error
@@ -113,8 +113,7 @@ def refuse_impossible_size(path: Path, claimed_bytes: int) -> None:
     ratio = MAX_DEFLATE_RATIO if path.suffix.lower() == ".gz" else 1
     if claimed_bytes > path.stat().st_size * ratio:
         raise DataError(
-            f"{path}: the header claims {claimed_bytes} bytes, more than the file "
-            "holds",
+            f"{path}: the header claims more than the file holds",
             "the file is truncated or not of this format; get it again",
         )
     refuse_bomb(path, claimed_bytes, "unpack it first, if you trust it")
@@ -130,8 +129,7 @@ def refuse_bomb(path: Path, unpacked_bytes: int, way_out: str) -> None:
     packed = path.stat().st_size
     if unpacked_bytes > max(HARMLESS_BYTES, MAX_UNPACKING * packed):
         raise DataError(
-            f"{path}: unpacks to {unpacked_bytes} bytes or more, over {MAX_UNPACKING} "
-            "times its size",
+            f"{path}: unpacks to over {MAX_UNPACKING} times its size",
             way_out,
         )
 
@@ -147,7 +145,7 @@ def read_exactly(stream: BinaryIO, count: int, path: Path) -> bytearray:
         chunk = stream.read(min(_CHUNK_BYTES, count - len(content)))
         if not chunk:
             raise DataError(
-                f"{path}: truncated, {len(content)} of {count} bytes are there",
+                f"{path}: truncated, it ends before its header says",
                 "get the file again",
             )
         content += chunk

@@ -74,7 +74,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
         expected = bytes((0, 0, _UNSIGNED_BYTE, dimensions))
         if magic != expected:
             raise DataError(
-                f"{path}: bad magic number {magic.hex()}, expected {expected.hex()}",
+                f"{path}: bad magic number, expected {expected.hex()}",
                 "this is not an IDX file of unsigned bytes; is the name right?",
             )
         header = read_exactly(stream, 4 * dimensions, path)
@@ -82,7 +82,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
         size = math.prod(shape)
         if 0 in shape[1:]:
             raise DataError(
-                f"{path}: an example is empty, its shape is {shape[1:]}",
+                f"{path}: an example is empty, a side of it is 0",
                 "every side of an input is 1 or more",
             )
         refuse_impossible_size(path, size)

@@ -106,21 +106,18 @@ def _parse_size(image_size: int | Sequence[int]) -> tuple[int, int]:
 def _load_part(
     folder: Path, names: list[str], shape: tuple[int, int, int]
 ) -> ArrayDataset:
-    extra = sorted(
-        entry.name
+    if any(
+        entry.is_dir() and entry.name not in names and entry.name[0] != "."
         for entry in folder.iterdir()
-        if entry.is_dir() and entry.name not in names and entry.name[0] != "."
-    )
-    if extra:
+    ):
         raise DataError(
-            f"{folder}: the folder {extra[0]!r} is none of the declared classes",
-            "declare it, or move it away",
+            f"{folder}: a folder in it is none of the declared classes",
+            f"declared are {', '.join(names)}; declare the other one, or move it away",
         )
     files = [
-        (path, label)
+        (path, label, f"{folder / name}: image {place} in the order of names")
         for label, name in enumerate(names)
-        for path in sorted((folder / name).glob("*"))
-        if path.suffix.lower() in _SUFFIXES
+        for place, path in enumerate(_images_of(folder / name), start=1)
     ]
     if not files:
         raise DataError(
@@ -128,13 +125,18 @@ def _load_part(
             f"images end in {', '.join(_SUFFIXES)}",
         )
     pixels = torch.empty((len(files), *shape), dtype=torch.uint8)
-    for place, (path, _) in enumerate(files):
-        pixels[place] = torch.from_numpy(_read_image(path, shape))
-    labels = torch.tensor([label for _, label in files])
+    for place, (path, _, called) in enumerate(files):
+        pixels[place] = torch.from_numpy(_read_image(path, called, shape))
+    labels = torch.tensor([label for _, label, _ in files])
     return ArrayDataset(pixels.float().div_(_PIXEL_LEVELS), labels)
 
 
-def _read_image(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
+def _images_of(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("*") if p.suffix.lower() in _SUFFIXES)
+
+
+def _read_image(path: Path, called: str, shape: tuple[int, int, int]) -> np.ndarray:
+    """One image; errors call it by its place, as its name may be a person's."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -142,6 +144,7 @@ def _read_image(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
     channels, height, width = shape
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what metadata say, which is private
             # pillow only warns of a small file that unpacks to a huge image.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=_DECODERS) as image:
@@ -156,7 +159,7 @@ def _read_image(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
         Image.DecompressionBombWarning,
     ) as error:
         raise DataError(
-            f"{path}: cannot be read as an image ({type(error).__name__})",
+            f"{called}: cannot be read as an image ({type(error).__name__})",
             "remove or replace the file",
         ) from error
     array = np.array(fitted, dtype=np.uint8)

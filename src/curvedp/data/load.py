@@ -17,7 +17,7 @@ from curvedp.data.scaling import normalised
 from curvedp.data.schema import Schema
 from curvedp.data.source import DataSource
 from curvedp.data.table import load_table
-from curvedp.errors import ConfigurationError, DataError
+from curvedp.errors import ConfigurationError, DataError, withheld
 
 __all__ = ["FORMATS", "load"]
 
@@ -76,7 +76,8 @@ def load(
             declaration.
         ConfigurationError: If an option or a format is unknown.
     """
-    source = _load(spec, format, with_test, options)
+    with withheld(f"reading {spec}"):
+        source = _load(spec, format, with_test, options)
     if len(source.train) == 0 and not may_be_empty:
         raise DataError(f"{source.name}: there are no examples", "is the path right?")
     return source if mean is None and std is None else normalised(source, mean, std)

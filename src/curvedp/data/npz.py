@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvedp.data.files import MAX_DEFLATE_RATIO, brief, refuse_bomb, refuse_endless
+from curvedp.data.files import MAX_DEFLATE_RATIO, refuse_bomb, refuse_endless
 from curvedp.data.schema import Range, parse_range
 from curvedp.data.source import ArrayDataset, DataSource, Task, parse_task
 from curvedp.errors import DataError
@@ -24,6 +24,7 @@ _PIXEL_LEVELS = 255.0
 _HEADER_ALLOWANCE = 1 << 16
 _MAX_DIMENSIONS = 8
 _TEST_ARRAYS = ("x_test", "y_test")
+_ARRAYS = ("x", "y", "x_train", "y_train", *_TEST_ARRAYS)
 _WRITE_AGAIN = "the file is damaged; write it again with numpy.savez_compressed"
 
 
@@ -116,13 +117,11 @@ def read_npz(
                     continue
                 name = member.filename.removesuffix(".npy")
                 if name in members:
-                    raise DataError(
-                        f"{path}: array {name!r} is there twice", _WRITE_AGAIN
-                    )
+                    raise DataError(f"{path}: an array is there twice", _WRITE_AGAIN)
                 members[name] = member
             wanted = {n: m for n, m in members.items() if n not in leave_out}
             for name, member in wanted.items():
-                _refuse_impossible(f"{path}: array {name!r}", member)
+                _refuse_impossible(_called(path, name), member)
             unpacked = sum(member.file_size for member in wanted.values())
             if most is not None and unpacked > most:
                 raise DataError(f"{path}: larger than {most} bytes", _WRITE_AGAIN)
@@ -143,10 +142,16 @@ def read_npz(
         if isinstance(error, DataError):
             raise
         raise DataError(
-            f"{path}: cannot be read as .npz ({brief(error) or type(error).__name__})",
+            # their texts quote headers, and a damaged header may be a record
+            f"{path}: cannot be read as .npz ({type(error).__name__})",
             "write it with numpy.savez_compressed",
         ) from error
     return arrays
+
+
+def _called(path: Path, name: str) -> str:
+    """An array as messages call it: by its name if that is one that is asked for."""
+    return f"{path}: array {name!r}" if name in _ARRAYS else f"{path}: an array"
 
 
 def _refuse_impossible(place: str, member: zipfile.ZipInfo) -> None:
@@ -157,7 +162,7 @@ def _refuse_impossible(place: str, member: zipfile.ZipInfo) -> None:
 def _read_member(
     path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo
 ) -> np.ndarray:
-    place = f"{path}: array {member.filename.removesuffix('.npy')!r}"
+    place = _called(path, member.filename.removesuffix(".npy"))
     with archive.open(member) as stream:
         version = np.lib.format.read_magic(stream)
         if version == (1, 0):
@@ -170,17 +175,13 @@ def _read_member(
             )
         if dtype.kind not in "biuf":
             raise DataError(
-                f"{place} has type {dtype}",
+                f"{place} has type {dtype.type.__name__}",
                 "only plain numbers are read: objects are pickles, which run code",
             )
         if not all(is_whole(side) for side in shape) or len(shape) > _MAX_DIMENSIONS:
-            raise DataError(
-                f"{place} claims the dimensions {brief(shape)}", _WRITE_AGAIN
-            )
+            raise DataError(f"{place} claims dimensions that none has", _WRITE_AGAIN)
         if math.prod(shape) * dtype.itemsize > member.file_size - stream.tell():
-            raise DataError(
-                f"{place} claims shape {shape}, more than the file holds", _WRITE_AGAIN
-            )
+            raise DataError(f"{place} claims more than the file holds", _WRITE_AGAIN)
     with archive.open(member) as stream:
         return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
 
@@ -212,7 +213,7 @@ def _part(
     for name in (f"x{suffix}", f"y{suffix}"):
         if name not in arrays or arrays[name].ndim == 0:
             raise DataError(
-                f"{path}: there is no array {name!r} (it has {sorted(arrays)})",
+                f"{path}: there is no array {name!r}",
                 "name the arrays x, y, or x_train, y_train, x_test, y_test",
             )
     x, y = arrays[f"x{suffix}"], arrays[f"y{suffix}"]
@@ -227,7 +228,7 @@ def _part(
 def _inputs(path: Path, x: np.ndarray, suffix: str) -> Tensor:
     if x.ndim < 2:
         raise DataError(
-            f"{path}: x{suffix} has shape {x.shape}",
+            f"{path}: x{suffix} has {x.ndim} dimension",
             "inputs have at least two dimensions: examples and features",
         )
     if x.dtype == np.uint8:
@@ -247,7 +248,7 @@ def _targets(path: Path, y: np.ndarray, task: Task, scale: Range | None) -> Tens
     if task is Task.CLASSIFICATION:
         if y.dtype.kind not in "iu" or y.ndim != 1:
             raise DataError(
-                f"{path}: labels have type {y.dtype} and shape {y.shape}",
+                f"{path}: labels have type {y.dtype} and {y.ndim} dimensions",
                 "class labels are one integer for each example",
             )
         if y.dtype == np.uint64 and bool((y > np.iinfo(np.int64).max).any()):
@@ -258,7 +259,7 @@ def _targets(path: Path, y: np.ndarray, task: Task, scale: Range | None) -> Tens
     columns = y[:, None] if y.ndim == 1 else y
     if columns.ndim != 2:
         raise DataError(
-            f"{path}: targets have shape {y.shape}", "use [examples, outputs]"
+            f"{path}: targets have {y.ndim} dimensions", "use [examples, outputs]"
         )
     if task is Task.MULTI_LABEL and not bool(np.isin(columns, (0, 1)).all()):
         raise DataError(

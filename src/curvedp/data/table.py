@@ -270,8 +270,8 @@ def _refuse_unknown_columns(
     if absent:
         raise DataError(
             f"{path}: the header has no column {absent[0]!r}",
-            f"its columns are {brief(list(header), 1000)}; if the first row is data, "
-            "declare header",
+            "correct the declaration or the delimiter; if the first row is data, "
+            "declare header (its text is not shown: it may be a record)",
         )
 
 
@@ -295,5 +295,5 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _reason(error: ValueError) -> str:
-    """Why it is no JSON; a decoder's message names a place, and never a cell."""
-    return brief(getattr(error, "msg", error))
+    """Why it is no JSON; what a decoder says after a colon is of the line."""
+    return brief(getattr(error, "msg", error)).partition(":")[0]

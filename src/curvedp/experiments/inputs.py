@@ -15,7 +15,7 @@ from curvedp.data import Schema
 from curvedp.data.files import bare_suffix
 from curvedp.data.npz import read_npz
 from curvedp.data.table import RowReader, table_rows
-from curvedp.errors import DataError
+from curvedp.errors import DataError, withheld
 from curvedp.experiments.runs import Trained
 
 __all__ = ["read_inputs"]
@@ -34,6 +34,11 @@ def read_inputs(trained: Trained, path: Path | None) -> Tensor:
     Raises:
         DataError: the file cannot be read, or has another shape than the model takes.
     """
+    with withheld("reading the inputs"):
+        return _read_inputs(trained, path)
+
+
+def _read_inputs(trained: Trained, path: Path | None) -> Tensor:
     if path is None:
         inputs = _test_inputs(trained)
     elif not (path.is_file() or path.is_dir()):
@@ -72,7 +77,7 @@ def _array_inputs(path: Path) -> Tensor:
     name = next((n for n in ("x", "x_test") if n in arrays), None)
     if name is None or arrays[name].ndim < 2:
         raise DataError(
-            f"{path}: there is no array 'x' of examples (it has {sorted(arrays)})",
+            f"{path}: there is no array 'x' of examples",
             "write it with numpy.savez(path, x=...)",
         )
     x = arrays[name]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvedp.data import Task
 from curvedp.data.schema import parse_range
-from curvedp.errors import ConfigurationError
+from curvedp.errors import ConfigurationError, withheld
 from curvedp.experiments.runs import Trained
 from curvedp.storage import write_atomically
 
@@ -41,7 +41,7 @@ def predict_inputs(trained: Trained, inputs: Tensor) -> list[dict[str, Any]]:
     """
     device = next(trained.model.parameters()).device
     trained.model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), withheld("the model"):
         cuts = range(0, len(inputs), _ROWS)
         parts = [trained.model(inputs[i : i + _ROWS].to(device)) for i in cuts]
     outputs = torch.cat(parts).float().cpu().numpy().reshape(len(inputs), -1)

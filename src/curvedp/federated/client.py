@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 from curvedp.accounting import repeated
 from curvedp.barrier import ClippedSum, Release
 from curvedp.clipping import clipped_sum
-from curvedp.errors import BudgetError, ConfigurationError, RoundError
+from curvedp.errors import BudgetError, ConfigurationError, RoundError, withheld
 from curvedp.federated.common import Shared, checked_parameters, open_federated_ledger
 from curvedp.federated.messages import Task, Update
 from curvedp.federated.secure import SumGrid
@@ -275,7 +275,8 @@ class Client:
             secret = self._streams.torch_seed(Stream.FORWARD, task.round)
             torch.manual_seed(secret % 2**63)
             for batch in self._loader.steps(task.round, task.round + 1):
-                ios, _ = self._pass(*moved(batch.data, device))
+                with withheld("the model or its loss"):
+                    ios, _ = self._pass(*moved(batch.data, device))
                 part = clipped_sum(
                     ios,
                     shared.rule,

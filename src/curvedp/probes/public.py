@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from curvedp.barrier import Provenance
-from curvedp.errors import ConfigurationError
+from curvedp.errors import ConfigurationError, withheld
 from curvedp.layers import Batch
 from curvedp.probes.base import JSON
 from curvedp.probes.checks import check_draw
@@ -138,6 +138,10 @@ class OracleProbe(_Rows):
     is not private, whatever noise it adds, and has no epsilon. The attributes are
     those of :class:`PublicProbe`.
     """
+
+    def _draw(self, size: int, generator: torch.Generator) -> tuple[Any, Any]:
+        with withheld("the oracle's dataset"):
+            return super()._draw(size, generator)
 
     @property
     def provenance(self) -> Provenance:

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from curvedp.errors import ConfigurationError, DataError
+from curvedp.errors import ConfigurationError, DataError, withheld
 
 __all__ = ["People"]
 
@@ -37,8 +37,9 @@ class People:
                 "be taken from the data",
             )
         members: dict[Hashable, list[int]] = {}
-        for index, person in enumerate(ids):
-            members.setdefault(_plain(person), []).append(index)
+        with withheld("people"):
+            for index, person in enumerate(ids):
+                members.setdefault(_plain(person), []).append(index)
         if not members:
             raise DataError("there are no people", "give an id for every example")
         self.slots = slots

@@ -23,16 +23,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
     TensorDataset,
     default_collate,
 )
 
-from curvedp.errors import DataError
+from curvedp.errors import DataError, withheld
 from curvedp.sampling.cyclic import Sampler
 from curvedp.sampling.people import People
 from curvedp.sampling.views import Views
+from curvedp.sampling.watched import WatchedDataset, watched_options
 
 __all__ = ["PhysicalBatch", "PhysicalLoader", "gathers"]
 
@@ -184,15 +184,21 @@ class PhysicalLoader:
                 rows = {device: _index(part, device) for device in self._devices}
                 yield [_gathered(t, rows[t.device], self._fetched) for t in tensors]
         else:
-            dataset = self._dataset
-            if hasattr(dataset, "__getitems__"):
-                dataset = _Together(dataset, singly=self._people is not None)
-            yield from DataLoader(
-                dataset,
+            loader: DataLoader[Any] = DataLoader(
+                WatchedDataset(self._dataset, singly=self._people is not None),
                 batch_sampler=_Portions(portions),
                 collate_fn=_PaddedCollate(self._collate, self._empty, self._fetched),
-                **self._options,
+                **watched_options(self._options),
             )
+            with withheld("the DataLoader"):
+                fetched = iter(loader)
+            end = object()
+            while True:
+                with withheld("the DataLoader"):
+                    data = next(fetched, end)
+                if data is end:
+                    return
+                yield data
 
     @property
     def _fetched(self) -> int:
@@ -230,41 +236,6 @@ class _Portions:
         return (rows.tolist() for rows in self._portions)
 
 
-class _Together(Dataset[Any]):
-    """A dataset whose examples are fetched several at a time, as it wants them.
-
-    As many have to come as were asked for. Where rows belong to persons they are asked
-    for one by one: a dataset that reads in an order of its own (that of a file) may
-    give them back in that order. Anything else is the dataset's own, so that a
-    ``worker_init_fn`` finds what it looks for.
-    """
-
-    def __init__(self, own: Any, *, singly: bool) -> None:
-        vars(self).update(_own=own, _singly=singly)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_own":  # asked for while it is unpickled
-            raise AttributeError(name)
-        return getattr(self._own, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._own, name, value)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._own[index]
-
-    def __getitems__(self, rows: list[int]) -> list[Any]:
-        asked = [[row] for row in rows] if self._singly else [rows] if rows else []
-        found = [list(self._own.__getitems__(part)) for part in asked]
-        if [len(part) for part in found] != [len(part) for part in asked]:
-            raise DataError(
-                f"__getitems__ of {type(self._own).__name__} gives another number of "
-                "examples than it is asked for",
-                "return one example for each index, in the order of the indices",
-            )
-        return [example for part in found for example in part]
-
-
 @dataclass(frozen=True)
 class _PaddedCollate:
     """The user's collate function, then padding; a class, so that it pickles."""
@@ -274,7 +245,9 @@ class _PaddedCollate:
     size: int
 
     def __call__(self, examples: list[Any]) -> Any:
-        batch = (self.collate or default_collate)(examples) if examples else self.empty
+        with withheld("collate_fn"):
+            make = self.collate or default_collate
+            batch = make(examples) if examples else self.empty
         return pad_batch(batch if examples else _no_rows(batch), self.size)
 
 
@@ -291,7 +264,8 @@ def pad_batch(batch: Any, size: int) -> Any:
 
 def template_batch(dataset: Any, collate: Collate | None = None) -> Any:
     """A batch of one example with all values zero: shapes and dtypes, nothing else."""
-    batch = (collate or default_collate)([dataset[0]])
+    with withheld("the dataset or its collate_fn"):
+        batch = (collate or default_collate)([dataset[0]])
     leaves = [x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)]
     if not leaves or any(x.dim() == 0 or x.shape[0] != 1 for x in leaves):
         raise DataError(
@@ -316,10 +290,11 @@ def gathers(dataset: Any) -> bool:
 
 def population(dataset: Any) -> int:
     """Number of examples, or an error that says what kind of dataset is needed."""
-    try:
-        size = len(dataset)
-    except TypeError:
-        size = None
+    with withheld("len(dataset)"):
+        try:
+            size = len(dataset)
+        except TypeError:
+            size = None
     indexed = hasattr(dataset, "__getitem__")
     # a stream's base class has a __getitem__ that is not implemented
     if size is None or not indexed or isinstance(dataset, IterableDataset):

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from curvedp.errors import ConfigurationError, DataError
+from curvedp.errors import ConfigurationError, DataError, withheld
 
 __all__ = ["AUGMENTATIONS", "Views", "crops", "flips", "flips_and_crops"]
 
@@ -83,7 +83,8 @@ class Views:
                 f"{type(inputs).__name__}",
                 "augment in the dataset instead, with views=1",
             )
-        shown = self.augment(self._repeated(inputs), self.generator(step, portion))
+        with withheld("augment"):
+            shown = self.augment(self._repeated(inputs), self.generator(step, portion))
         if shown.shape != (len(inputs) * self.count, *inputs.shape[1:]):
             raise DataError(
                 f"the augmentation {self.name!r} made {tuple(shown.shape)} of "

@@ -39,7 +39,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from curvedp.errors import ConfigurationError, CurvedpError
+from curvedp.errors import ConfigurationError, CurvedpError, private_text_shown
 from curvedp.layers import LayerIO, Synthesiser
 from curvedp.layers.widened import changed
 from curvedp.train.passes import RecordedPass
@@ -337,7 +337,9 @@ def _within(ours: list[Tensor], theirs: list[Tensor], allowed: Sequence[float]) 
 
 
 def _not_compilable(error: Exception) -> ConfigurationError:
-    said = " ".join(str(error).split())[:LONGEST_MESSAGE]
+    said = "CURVEDP_DEBUG=1 shows what torch says"
+    if private_text_shown():  # it was traced on a private batch
+        said = " ".join(str(error).split())[:LONGEST_MESSAGE]
     return ConfigurationError(
         f"this model's pass cannot be compiled: {type(error).__name__}: {said}",
         "leave compile out; a model that branches on values (if on a tensor) cannot "

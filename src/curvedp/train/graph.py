@@ -35,7 +35,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from curvedp.barrier import ClippedSum
 from curvedp.clipping import ClippingRule, clipped_sum, own_copy
 from curvedp.cuda import fill, own_values, record
-from curvedp.errors import ConfigurationError
+from curvedp.errors import ConfigurationError, private_text_shown
 from curvedp.layers import Coverage
 from curvedp.layers.precision import NormPrecision
 from curvedp.train.compiled import CompiledPass
@@ -307,8 +307,10 @@ class CudaCapture:
 
 
 def _not_recordable(error: Exception) -> ConfigurationError:
+    # what was recorded is a pass over a private batch
+    said = str(error) if private_text_shown() else type(error).__name__
     return ConfigurationError(
-        f"this model's step cannot be recorded as a CUDA graph: {error}",
+        f"this model's step cannot be recorded as a CUDA graph: {said}",
         "leave cuda_graph out; a model that looks at values (.item(), if on a tensor, "
         "boolean indexing) needs the CPU in every step",
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from curvedp.errors import ConfigurationError
+from curvedp.errors import ConfigurationError, withheld
 from curvedp.layers import as_call
 from curvedp.train.datasets import moved
 
@@ -33,7 +33,7 @@ def predict(
     model.eval()
     outputs, targets = [], []
     try:
-        with torch.no_grad():
+        with torch.no_grad(), withheld("the model or the data that it is judged on"):
             for inputs, y in DataLoader(dataset, batch_size=batch_size):
                 args, kwargs = as_call(moved(inputs, device))
                 outputs.append(model(*args, **kwargs).float().cpu().numpy())
@@ -117,7 +117,8 @@ def evaluate(
     values = {}
     for name in metrics:
         if name == "loss":
-            losses = loss(torch.from_numpy(outputs), torch.from_numpy(targets))
+            with withheld("the loss"):
+                losses = loss(torch.from_numpy(outputs), torch.from_numpy(targets))
             values[name] = float(losses.mean())
         else:
             values[name] = METRICS[name](outputs, targets)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from curvedp.errors import ConfigurationError, LoopError
+from curvedp.errors import ConfigurationError, LoopError, withheld
 from curvedp.train.engine import Engine
 
 __all__ = ["LogicalScheduler", "PrivateOptimizer"]
@@ -71,7 +71,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "wrap it: scheduler = private.schedule(scheduler); its step() then "
                 "counts logical steps",
             )
-        if accumulate():
+        with withheld("private.optimizer.step()"):  # runs modules of the model again
+            is_whole = accumulate()
+        if is_whole:
             self._engine.release()
         self._learning_rates = rates
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from curvedp.errors import withheld
 from curvedp.layers import as_call
 from curvedp.train.datasets import TrainingData, moved
 from curvedp.train.wrapped import set_training_mode
@@ -39,12 +40,14 @@ def fit_without_privacy(
                 seed_step(batch.step)
             inputs, targets = moved(tuple(batch.data), device)
             args, kwargs = as_call(inputs)
-            with trainer.forward_precision.during_forward():
-                output = model(*args, **kwargs)
-            losses = trainer.loss(trainer.forward_precision.outputs(output), targets)
-            present = batch.present.to(device)
-            loss = torch.where(present, losses, torch.zeros_like(losses)).sum()
-            torch.autograd.backward(loss / divisor)
+            with withheld("the model or its loss"):
+                with trainer.forward_precision.during_forward():
+                    output = model(*args, **kwargs)
+                output = trainer.forward_precision.outputs(output)
+                losses = trainer.loss(output, targets)
+                present = batch.present.to(device)
+                loss = torch.where(present, losses, torch.zeros_like(losses)).sum()
+                torch.autograd.backward(loss / divisor)
             total = total + loss.detach() / divisor
             if batch.completes:
                 optimiser.step()

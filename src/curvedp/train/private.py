@@ -31,6 +31,7 @@ from curvedp.errors import (
     ConfigurationError,
     LoopError,
     NotPrivateError,
+    withheld,
 )
 from curvedp.layers import PerExampleLoss, Synthesiser, as_call
 from curvedp.plan import Plan
@@ -113,7 +114,8 @@ class Private:
                 "pass loss=..., or use your own loss in the loop",
             )
         self._loss_used = True
-        return self._loss(output, targets).mean()
+        with withheld("private.loss"):
+            return self._loss(output, targets).mean()
 
     def train_on(self, batch: Any) -> Tensor:
         """All that a loop does with a batch of the loader, in one call.
@@ -147,7 +149,8 @@ class Private:
         inputs, targets = moved(tuple(batch), device)
         args, kwargs = as_call(inputs)
         loss = self.loss(self.model(*args, **kwargs), targets)
-        torch.autograd.backward(loss)
+        with withheld("the backward pass"):
+            torch.autograd.backward(loss)
         self.optimizer.step()
         return loss.detach()
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from curvedp.errors import withheld
 from curvedp.train.engine import Engine
 
 __all__ = ["PrivateLoader", "PrivateModel", "set_training_mode"]
@@ -33,9 +34,10 @@ class PrivateModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Recorded when training with gradients enabled."""
-        if self.training and torch.is_grad_enabled():
-            return self._engine.forward(args, kwargs)
-        return self.module(*args, **kwargs)
+        with withheld("private.model"):
+            if self.training and torch.is_grad_enabled():
+                return self._engine.forward(args, kwargs)
+            return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> PrivateModel:
         """As usual, but a BatchNorm that was frozen when it was attached stays so."""

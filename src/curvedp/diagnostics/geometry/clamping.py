@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from curvedp.curvature.products import evaluated
-from curvedp.errors import ConfigurationError, CurvedpError
+from curvedp.errors import ConfigurationError, CurvedpError, withheld
 from curvedp.layers import as_call
 from curvedp.probes import OracleProbe
 from curvedp.train import Progress, Trainer
@@ -116,7 +116,7 @@ def _mean_loss(
 ) -> float:
     device = next(model.parameters()).device
     args, kwargs = as_call(moved(inputs, device))
-    with evaluated(model), torch.no_grad():
+    with evaluated(model), torch.no_grad(), withheld("the model or its loss"):
         return float(loss(model(*args, **kwargs), moved(targets, device)).mean())
 
 
