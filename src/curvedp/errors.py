@@ -185,6 +185,7 @@ class withheld:
             return
         if private_text_shown():
             raise told from error
+        traceback.clear_frames(trace)  # of records, and of cycles that would keep them
         del error, trace  # or they stand among this frame's variables
         try:
             raise told
@@ -211,8 +212,8 @@ def _told(what: str, error: BaseException) -> CurvedpError | None:
         if not private_text_shown():
             error.__cause__ = error.__context__ = None
             error.__dict__.pop("__notes__", None)
-            if isinstance(error, CurvedpError):
-                error.__traceback__ = None  # of frames whose variables are records
+            if isinstance(error, CurvedpError) and error.__traceback__ is not None:
+                error.__traceback__.tb_next = None  # frames whose variables are records
         return None
     return UserCodeError(
         f"{what} raised {type(error).__name__}{_place(error)}", _WITHHELD

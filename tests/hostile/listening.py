@@ -1,6 +1,5 @@
 """Everything that a call says, in whatever way, as one text to look through."""
 
-import contextlib
 import io
 import logging
 import re
@@ -36,20 +35,18 @@ def unfolded(error, seen=None):
     yield from unfolded(error.__context__, seen)
 
 
-def said(call):
-    """What a call says, and the error it ends with, if any."""
-    out, found = io.StringIO(), None
-    handler = logging.StreamHandler(out)
+def said(call, capfd):
+    """What a call says, its processes too, and the error it ends with, if any."""
+    found = None
+    logged = io.StringIO()
+    handler = logging.StreamHandler(logged)
     root = logging.getLogger()
     level = root.level
     root.addHandler(handler)
     root.setLevel(logging.DEBUG)
+    capfd.readouterr()
     try:
-        with (
-            warnings.catch_warnings(record=True) as warned,
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(out),
-        ):
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
                 call()
@@ -59,7 +56,8 @@ def said(call):
         root.removeHandler(handler)
         root.setLevel(level)
     shown = [warnings.formatwarning(w.message, w.category, "", 0, "") for w in warned]
-    return "\n".join([out.getvalue(), *shown, *unfolded(found)]), found
+    texts = [*capfd.readouterr(), logged.getvalue(), *shown, *unfolded(found)]
+    return "\n".join(texts), found
 
 
 def assert_silent(text):

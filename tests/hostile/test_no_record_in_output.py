@@ -26,12 +26,12 @@ MARK = TEXT.encode()
 
 
 @pytest.fixture
-def silent(tmp_path):
+def silent(tmp_path, capfd):
     """Load a path by Python, and train on it by the command line: no marker is said."""
     refused = []
 
     def check(path, *, cli=False, **options):
-        text, error = said(lambda: load(path, **options))
+        text, error = said(lambda: load(path, **options), capfd)
         assert_silent(text)
         assert error is None or isinstance(error, CurvedpError), repr(error)
         refused.append(error is not None)
@@ -50,7 +50,7 @@ def silent(tmp_path):
             if result.exception is not None:
                 raise result.exception
 
-        assert_silent(said(train)[0])
+        assert_silent(said(train, capfd)[0])
 
     yield check
     assert refused.count(True) > len(refused) // 3, "hardly anything was refused"
@@ -279,7 +279,7 @@ def test_image_folders(silent, tmp_path):
     silent(folder, cli=True, **declared)
 
 
-def test_inputs_to_predict_from(trained, tmp_path):
+def test_inputs_to_predict_from(trained, tmp_path, capfd):
     for name, content in (
         ("t.csv", b"a,b\n" + MARK + b",u\n"),
         ("t.csv", ROW * 2),
@@ -296,4 +296,4 @@ def test_inputs_to_predict_from(trained, tmp_path):
             print(result.output)
             assert result.exit_code == 2, "not refused"
 
-        assert_silent(said(predict)[0])
+        assert_silent(said(predict, capfd)[0])

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from curvedp.errors import ConfigurationError, DataError, withheld
 from curvedp.layers import Batch, synthesiser_like
-from curvedp.sampling.physical import gathers
+from curvedp.sampling.physical import gathers, population
 from curvedp.train.datasets import TrainingData, moved
 
 __all__ = ["Canaries", "WithCanaries", "synthetic_canaries", "with_canaries"]
@@ -140,7 +140,7 @@ class WithCanaries(Dataset[Any]):
 
     def __init__(self, dataset: Any, items: Sequence[Any]) -> None:
         self._dataset, self._items = dataset, items
-        self._own = len(dataset)
+        self._own = population(dataset)
 
     def __len__(self) -> int:
         return self._own + len(self._items)

@@ -113,7 +113,9 @@ class Client:
         sampler: Sampler = self._streams.sampler(
             plan.federation.record_rate, lambda step: [step, self.number]
         )
-        if hasattr(dataset, "__len__") and len(dataset) == 0:
+        with withheld("len(dataset)"):
+            is_empty = hasattr(dataset, "__len__") and len(dataset) == 0
+        if is_empty:
             dataset, sampler = _stand_in(shared.template), _Nobody()
         people = _whole_client(plan.federation.unit, dataset, records_per_round)
         source = TrainingData.of(dataset, people=people)

@@ -193,12 +193,15 @@ class PhysicalLoader:
             with withheld("the DataLoader"):
                 fetched = iter(loader)
             end = object()
-            while True:
-                with withheld("the DataLoader"):
-                    data = next(fetched, end)
-                if data is end:
-                    return
-                yield data
+            try:
+                while True:
+                    with withheld("the DataLoader"):
+                        data = next(fetched, end)
+                    if data is end:
+                        return
+                    yield data
+            finally:
+                del fetched  # its workers end now, and not when a traceback is dropped
 
     @property
     def _fetched(self) -> int:
