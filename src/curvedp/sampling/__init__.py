@@ -4,6 +4,7 @@ from curvedp.sampling.cyclic import CyclicSampler, Sampler
 from curvedp.sampling.people import People
 from curvedp.sampling.physical import PhysicalBatch, PhysicalLoader
 from curvedp.sampling.poisson import PoissonSampler
+from curvedp.sampling.prepare import Prepare, as_bits
 from curvedp.sampling.views import AUGMENTATIONS, Views
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "PhysicalBatch",
     "PhysicalLoader",
     "PoissonSampler",
+    "Prepare",
     "Sampler",
     "Views",
+    "as_bits",
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,13 @@ from torch.utils.data import (
 from curvedp.errors import DataError, withheld
 from curvedp.sampling.cyclic import Sampler
 from curvedp.sampling.people import People
+from curvedp.sampling.prepare import (
+    MOST_ROWS,
+    Prepare,
+    independent_rows,
+    made_up,
+    prepared,
+)
 from curvedp.sampling.views import Views
 from curvedp.sampling.watched import WatchedDataset, watched_options
 
@@ -69,6 +77,10 @@ class PhysicalLoader:
         people: who the examples belong to, if the person is the unit: the sampler then
             draws persons, and each has K rows in its physical batch.
         views: random views of each example, which have K rows in the same way.
+        prepare: makes of each batch what the loop gets; the last thing that is done.
+
+    Raises:
+        ConfigurationError: ``prepare`` mixes rows.
     """
 
     def __init__(
@@ -81,8 +93,10 @@ class PhysicalLoader:
         options: Mapping[str, Any] | None = None,
         people: People | None = None,
         views: Views | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
         self._views = views
+        self._prepare = prepare
         self._dataset = dataset
         self._people = people
         self._size = population(dataset) if people is None else len(people)
@@ -101,6 +115,10 @@ class PhysicalLoader:
             self._devices = {t.device for t in dataset.tensors}
         self._numbers = torch.arange(self._physical)
         self._empty = self.template()
+        if prepare is not None:
+            size = min(self._physical, MOST_ROWS)
+            make = partial(made_up, self._empty, size)
+            independent_rows(prepare, make, size, "prepare=")
 
     @property
     def physical_batch_size(self) -> int:
@@ -145,7 +163,10 @@ class PhysicalLoader:
             present = self._present(places)
             if self._views is not None:
                 data = self._views.expand(data, step, start)
-            yield PhysicalBatch(self._placed(data, places), present, step, completes)
+            data = self._placed(data, places)
+            if self._prepare is not None:
+                data = prepared(self._prepare, data, self._physical)
+            yield PhysicalBatch(data, present, step, completes)
 
     def _rows(self, units: Rows, step: int) -> tuple[Rows, Tensor | int]:
         """Examples of the drawn units, and the rows of the batch that they go to.

@@ -22,7 +22,7 @@ from curvedp.layers import (
 from curvedp.plan import Plan
 from curvedp.probes import LabelRule, Probe, PublicProbe
 from curvedp.recipes import Curvature, Recipe, get_recipe
-from curvedp.sampling import People
+from curvedp.sampling import People, Prepare
 from curvedp.train.datasets import Augment, TrainingData, chosen_views
 from curvedp.train.engine import Engine
 from curvedp.train.fitting import AUTO, fitting_rows
@@ -65,6 +65,7 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
     examples_per_person: int | None = None,
     augment: Augment | None = None,
     views: int = 1,
+    prepare: Prepare | None = None,
     run_dir: str | Path | None = None,
     journal: bool = True,
     probes: Probe | None = None,
@@ -107,6 +108,9 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
             generator) -> inputs`` that makes a random view of each row.
         views: K, how many views of an example a step takes. Their mean gradient is
             clipped as one: sampling, noise and epsilon are those of one view.
+        prepare: function ``batch -> batch`` that the loader runs last, after
+            ``augment``: scaling, one-hot vectors, labels of padding. It is tried not to
+            mix rows; what the loop itself does to them is refused.
         run_dir: folder for ledger, journal and checkpoints. Without it the ledger is
             in memory, and a crash loses the record of what was spent.
         journal: keep every release in the run folder until the next checkpoint, so that
@@ -154,7 +158,7 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
     start = PublicStart.of(chosen, probes, run_dir)
     plan_settings = PrivacySettings.of(settings)
     group = _people(people, examples_per_person)
-    source = TrainingData.of(dataset, collate_fn, loader_options, group)
+    source = TrainingData.of(dataset, collate_fn, loader_options, group, prepare)
     if isinstance(probes, PublicProbe):
         refuse_private_rows(probes.dataset, source.dataset, "the probe's public data")
     plan = plan_settings.first_plan(chosen, source.size, examples_per_person)

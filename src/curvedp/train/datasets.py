@@ -21,8 +21,9 @@ from torch.utils.data import (
 from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch
 from curvedp.noise import RandomStreams, Stream
-from curvedp.sampling import People, PhysicalLoader, Sampler, Views
+from curvedp.sampling import People, PhysicalLoader, Prepare, Sampler, Views
 from curvedp.sampling.physical import population, template_batch
+from curvedp.sampling.prepare import prepared
 from curvedp.train.settings import default_physical_batch_size
 
 __all__ = ["Augment", "TrainingData", "chosen_views", "moved"]
@@ -37,12 +38,16 @@ _SAMPLING = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 @dataclass(frozen=True)
 class TrainingData:
-    """A map-style dataset with its collate function and DataLoader options."""
+    """A map-style dataset with its collate function and DataLoader options.
+
+    ``prepare`` makes of each batch what the loop gets.
+    """
 
     dataset: Any
     collate: Collate | None
     options: Mapping[str, Any]
     people: People | None = None
+    prepare: Prepare | None = None
 
     @classmethod
     def of(
@@ -51,6 +56,7 @@ class TrainingData:
         collate_fn: Collate | None = None,
         loader_options: Mapping[str, Any] | None = None,
         people: People | None = None,
+        prepare: Prepare | None = None,
     ) -> TrainingData:
         """From a dataset, or from a DataLoader whose sampler is replaced."""
         options = dict(loader_options or {})
@@ -65,13 +71,14 @@ class TrainingData:
             )
         collate_fn = options.pop("collate_fn", None) or collate_fn
         if not isinstance(dataset, DataLoader):
-            return cls(dataset, collate_fn, options, _matching(people, dataset))
+            people = _matching(people, dataset)
+            return cls(dataset, collate_fn, options, people, prepare)
         _refuse_sampler(dataset)
         if collate_fn is None and dataset.collate_fn is not default_collate:
             collate_fn = dataset.collate_fn
         options = {**_options(dataset), **options}
         dataset = dataset.dataset
-        return cls(dataset, collate_fn, options, _matching(people, dataset))
+        return cls(dataset, collate_fn, options, _matching(people, dataset), prepare)
 
     @property
     def size(self) -> int:
@@ -81,6 +88,8 @@ class TrainingData:
     def template(self, device: torch.device, *, with_targets: bool) -> Batch:
         """Shapes of inputs and targets: a pair by convention, or inputs alone."""
         template = template_batch(self.dataset, self.collate)
+        if self.prepare is not None:
+            template = prepared(self.prepare, template, rows=1)
         pair = isinstance(template, tuple | list) and len(template) == 2
         if with_targets and not pair:
             raise ConfigurationError(
@@ -128,6 +137,7 @@ class TrainingData:
             options=self.options,
             people=self.people,
             views=views,
+            prepare=self.prepare,
         )
 
 

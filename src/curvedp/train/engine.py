@@ -7,7 +7,7 @@ parameters move (:mod:`curvedp.train.releasing`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from curvedp.train.guard import Attached, refuse_processes
 from curvedp.train.journal import Journal
 from curvedp.train.passes import ForwardPrecision, RecordedPass
 from curvedp.train.releasing import Releasing
+from curvedp.train.rows import GivenRows, LoopRows
 from curvedp.train.secret import RunSecret
 from curvedp.train.whitened import WhitenerSource
 from curvedp.update import BackMap, Chain
@@ -48,6 +49,7 @@ class _Open:
     """What exists between a batch leaving the loader and its release. Private."""
 
     batch: PhysicalBatch | None = None
+    given: GivenRows | None = None
     recording: Recording | None = None
     pending: ClippedSum | None = None
 
@@ -107,6 +109,7 @@ class Engine(Releasing):
         self._attached = Attached(model, optimizer, self.parameters)
         self._open = _Open()
         self._walk: object = None
+        self._rows = LoopRows(self.physical_batch_size)
         self._scale: Callable[[], float] = lambda: 1.0
 
     def set_scale(self, scale: Callable[[], float]) -> None:
@@ -146,6 +149,7 @@ class Engine(Releasing):
                 )
             self._take_in()
             self._open.batch = batch
+            self._open.given = self._rows.given(batch.data)
             self._open.recording = None
             yield batch
 
@@ -194,6 +198,8 @@ class Engine(Releasing):
                 "use private.train_on(batch) in the loop, or leave compile out",
             )
         self._attached.refuse_changes()
+        named = {f"argument {i}": x for i, x in enumerate(args, 1)}
+        self.require_rows("private.model", named | kwargs)
         recording = self._precision.recording(
             self.model,
             self._coverage,
@@ -204,6 +210,11 @@ class Engine(Releasing):
         with self._precision.during_forward():
             output = recording.forward(args, kwargs, self._point())
         return self._precision.outputs(output)
+
+    def require_rows(self, where: str, values: Mapping[str, Any]) -> None:
+        """Refuse what are not the rows of the open batch, if there is one."""
+        if self._open.given is not None:
+            self._open.given.require(where, values)
 
     def require_backward(self) -> tuple[PhysicalBatch, Recording]:
         """The open batch and its recorded pass, or an error naming what is missing."""
@@ -250,7 +261,7 @@ class Engine(Releasing):
         self, compiled: CompiledPass, batch: tuple[Any, Any]
     ) -> bool:
         """Pass over a batch by a program, and clip it as ``accumulate`` does."""
-        opened = self._unpassed()
+        opened = self._unpassed(batch)
         device = next(iter(self.parameters.values())).device
         ios, _ = compiled(
             *moved(batch, device),
@@ -261,7 +272,7 @@ class Engine(Releasing):
 
     def accumulate_graphed(self, graphed: GraphedPass, batch: tuple[Any, Any]) -> bool:
         """Pass over a batch and clip it, in one launch; as ``accumulate`` otherwise."""
-        opened = self._unpassed()
+        opened = self._unpassed(batch)
         part = graphed(
             *batch,
             opened.present,
@@ -272,13 +283,16 @@ class Engine(Releasing):
         )
         return self._merge(part, opened)
 
-    def _unpassed(self) -> PhysicalBatch:
+    def _unpassed(self, batch: tuple[Any, Any]) -> PhysicalBatch:
         """The open batch, for a pass that is made here and not by the loop."""
         opened = self._open.batch
         if opened is None:
             raise LoopError(*_NO_BATCH)
         self._attached.refuse_changes()
         self._attached.refuse_foreign_gradients()
+        inputs, targets = batch
+        values = {"inputs": inputs, "targets": targets}
+        self.require_rows("private.train_on", values)
         return opened
 
     def compiled(
@@ -337,6 +351,8 @@ class Engine(Releasing):
         )
 
     def _merge(self, part: ClippedSum, batch: PhysicalBatch) -> bool:
+        if self._open.given is not None:
+            self._open.given.confirm()
         pending = self._open.pending
         merged = part if pending is None else pending.merge(part)
         self._open = _Open(pending=merged)

@@ -107,13 +107,18 @@ class Private:
     # -- in the loop ------------------------------------------------------------------
 
     def loss(self, output: Any, targets: Any) -> Tensor:
-        """Mean of the per-example losses that were checked. Its value is private."""
+        """Mean of the per-example losses that were checked. Its value is private.
+
+        Where it is trained on, the targets must be rows of the loader.
+        """
         if self._loss is None:
             raise ConfigurationError(
                 "make_private was not given a loss",
                 "pass loss=..., or use your own loss in the loop",
             )
-        self._loss_used = True
+        if self.model.training and torch.is_grad_enabled():
+            self._engine.require_rows("private.loss", {"targets": targets})
+            self._loss_used = True
         with withheld("private.loss"):
             return self._loss(output, targets).mean()
 

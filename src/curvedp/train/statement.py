@@ -112,7 +112,8 @@ def make_statement(
         caveats.insert(
             0,
             "the loss of the training loop, which was not given to make_private: it is "
-            "trusted not to mix examples",
+            "trusted not to mix examples, and its labels were not compared with those "
+            "that the loader gave",
         )
     spectrum = None if plan.correlation is None else plan.correlation.spectrum
     if spectrum is not None:

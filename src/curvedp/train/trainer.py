@@ -26,7 +26,7 @@ from curvedp.noise import RandomStreams, Stream
 from curvedp.plan import SamplingPlan
 from curvedp.probes import LabelRule, Probe
 from curvedp.recipes import Recipe, get_recipe
-from curvedp.sampling import PhysicalLoader, PoissonSampler
+from curvedp.sampling import PhysicalLoader, PoissonSampler, Prepare
 from curvedp.train.attach import make_private
 from curvedp.train.datasets import Augment, TrainingData, chosen_views
 from curvedp.train.explained import StepPlan
@@ -92,6 +92,7 @@ class Trainer:
         examples_per_person: declared number of examples of a person in a step.
         augment: random views of the inputs; see :func:`curvedp.make_private`.
         views: how many of them are averaged before clipping.
+        prepare: run by the loader on each batch; see :func:`curvedp.make_private`.
         loader_options: further ``DataLoader`` arguments.
         probes: where a recipe that whitens looks for curvature; see
             :func:`curvedp.make_private`.
@@ -124,6 +125,7 @@ class Trainer:
         examples_per_person: int | None = None,
         augment: Augment | None = None,
         views: int = 1,
+        prepare: Prepare | None = None,
         loader_options: Mapping[str, Any] | None = None,
         probes: Probe | None = None,
         labels: LabelRule | None = None,
@@ -161,7 +163,7 @@ class Trainer:
         self._collate = collate_fn
         self._people = people
         self._slots = examples_per_person
-        self._augment, self._views = augment, views
+        self._augment, self._views, self._prepare = augment, views, prepare
         self._loader_options = loader_options
         self._cuda_graph, self._compile = cuda_graph, compile
         self.forward_precision = ForwardPrecision(precision, model)
@@ -270,6 +272,7 @@ class Trainer:
             examples_per_person=self._slots,
             augment=self._augment,
             views=self._views,
+            prepare=self._prepare,
             loader_options=self._loader_options,
             cuda_graph=self._cuda_graph,
             compile=self._compile,
@@ -339,7 +342,9 @@ class Trainer:
         sampler = PoissonSampler(
             sampling.sample_rate, lambda step: streams.generator(Stream.SAMPLING, step)
         )
-        source = TrainingData.of(dataset, self._collate, self._loader_options)
+        source = TrainingData.of(
+            dataset, self._collate, self._loader_options, prepare=self._prepare
+        )
         views = chosen_views(self._augment, self._views, self._streams)
         # a reference keeps no per-example values: the default fits where a run would
         size = None if self._physical == AUTO else self._physical

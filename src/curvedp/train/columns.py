@@ -1,0 +1,113 @@
+"""Columns of flattened rows: which of them two tensors are compared in, and how.
+
+A column is one place of the row, in all rows. Small tensors are compared in all their
+columns, large ones in a few that follow from their shape alone.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvedp.sampling import as_bits
+
+__all__ = [
+    "column_hashes",
+    "columns_at",
+    "differ",
+    "equal_values",
+    "flat",
+    "places_of",
+    "sent",
+    "width",
+]
+
+#: Elements of a tensor that is compared whole.
+WHOLE = 2**16
+
+#: Places of a row that are compared in a larger one.
+PLACES = 64
+
+#: Elements that are hashed at a time.
+CHUNK = 2**22
+
+
+def width(x: Tensor) -> int:
+    """Elements of a row."""
+    return x.numel() // len(x)
+
+
+def flat(x: Tensor) -> Tensor:
+    """Rows as vectors."""
+    return x.flatten(1) if x.dim() > 1 else x[:, None]
+
+
+def columns_at(x: Tensor, places: Tensor | None) -> Tensor:
+    """Columns of the flattened rows ``[B, k]``; all of them for None."""
+    if places is None or x.dim() == 1:
+        return flat(x)
+    if x.is_contiguous():
+        return flat(x).index_select(1, places)
+    index: Any = (slice(None), *torch.unravel_index(places, x.shape[1:]))
+    return x[index]
+
+
+def places_of(x: Tensor) -> Tensor | None:
+    """Where rows are compared; None for everywhere."""
+    if x.numel() <= WHOLE or width(x) <= PLACES:
+        return None
+    return _spread(width(x), x.device)
+
+
+@lru_cache(maxsize=256)
+def _spread(width: int, device: torch.device) -> Tensor:
+    """Places from a width alone: dense at both ends, where texts are, and even."""
+    found = {end for k in range(10) for end in (2**k - 1, width - 2**k)}
+    number = 0
+    while len(found) < PLACES:
+        found.add(int(width * (number * 0.6180339887498949 % 1)))
+        number += 1
+    return torch.tensor(sorted(found), device=device)
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """On a device; to a GPU from pinned memory, for which the CPU need not wait."""
+    if x.device == device:
+        return x
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+def differ(x: Tensor, y: Tensor) -> bool | Tensor:
+    """Whether any bit differs; on a GPU a tensor, for which nobody has waited."""
+    x, y = as_bits(x), as_bits(y)
+    return not torch.equal(x, y) if x.device.type == "cpu" else (x != y).any()
+
+
+def equal_values(x: Tensor, y: Tensor) -> bool:
+    """Whether the values are equal; NaN is NaN, whatever its bits are."""
+    return bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
+def column_hashes(x: Tensor) -> Tensor:
+    """A number for each column ``[k]``, the same on each device for equal columns."""
+    factors = _factors(len(x), x.device)
+    total = torch.zeros(x.shape[1], dtype=torch.int64, device=x.device)
+    step = max(1, CHUNK // max(1, x.shape[1]))
+    for start in range(0, len(x), step):
+        part = x[start : start + step]
+        if part.is_floating_point():
+            part = part.masked_fill(part.isnan(), torch.nan)
+        total += (as_bits(part) * factors[start : start + step, None]).sum(0)
+    return total
+
+
+@lru_cache(maxsize=16)
+def _factors(rows: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    return (2 * drawn + 1).to(device)
