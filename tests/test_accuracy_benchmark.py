@@ -128,7 +128,7 @@ def test_every_trial_row_and_variant_is_a_recipe(accuracy, modules, results):
         settings += ablation.variants(stored("results/chosen.json"), table).values()
     assert len(settings) > 200
     for own in settings:
-        own = dict(own)
+        own = arms.usable(own)
         average = own.pop("average", None)
         recipe = get_recipe(own.pop("recipe")).configure(**own)
         if average is not None:

@@ -347,6 +347,16 @@ def _settings(drawn: dict) -> dict[str, object]:
     return own
 
 
+def usable(settings: dict) -> dict[str, object]:
+    """A job's settings as a recipe takes them.
+
+    A recipe refuses what has no effect beside the rest. In the keys of stored results
+    it stays.
+    """
+    idle = ("plain_step", "floor_base") if settings.get("clamp") == "none" else ()
+    return {name: value for name, value in settings.items() if name not in idle}
+
+
 def effective_step(settings: dict, learning_rate: float) -> float:
     """Of a learning rate: see :func:`_settings`."""
     length = settings["clip_norm"] / (1 - settings.get("momentum", 0.0))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import starts
 import torch
-from arms import TABLES
+from arms import TABLES, usable
 from images import HELD_OUT, SIZES, load, public, split
 from torch.utils.data import TensorDataset
 
@@ -52,7 +52,7 @@ def train(job, folder, device):
 def attach(job, table, folder, examples, sigma, rate, steps):
     """Model and private loop of a job."""
     x, y = examples
-    settings = dict(job["settings"])
+    settings = usable(job["settings"])
     average = settings.pop("average", None)
     recipe = get_recipe(settings.pop("recipe")).configure(**settings)
     if average is not None:

@@ -12,6 +12,7 @@ from curvedp.noise.correlated import CorrelatedState
 from curvedp.noise.strategies import Banded
 from curvedp.noise.strategies.base import Strategy
 from curvedp.plan import correlation
+from curvedp.recipes import RECIPES, Recipe
 from curvedp.sampling import CyclicSampler, PoissonSampler
 
 from .cases import attach, examples
@@ -48,6 +49,15 @@ def the_rate_is_that_of_a_group():
     assert private.plan.event_rate == 0.4, "a group's members are drawn more often"
     sampler = private._engine._loader._sampler
     assert sampler.within.sample_rate == private.plan.event_rate
+
+
+def a_whitener_that_moves_is_refused():
+    recipe, moving = RECIPES["dp-kfc+noisecurve"], {"clamp": "matched", "rank": 0}
+    refused(
+        ConfigurationError,
+        "another whitener of every step",
+        lambda: recipe.configure(side="both", **moving),
+    )
 
 
 def noise_is_taken_back_in_its_own_frame():
@@ -116,6 +126,11 @@ FAULTS = [
                 "self.drawn[-1][0] + 1 == step",
             ),
         ),
+    ),
+    Fault(
+        "7 a whitener of its own for every step of a block",
+        a_whitener_that_moves_is_refused,
+        (Patch(Recipe._check_correlation, "self.curvature.moves", "False"),),
     ),
     Fault(
         "11 groups from the public seed",

@@ -87,7 +87,9 @@ def test_a_recorded_run_is_the_same_to_the_bit(recipe):
     assert mapped <= twin.back_maps <= (refreshes if mapped else 0)
 
 
-@pytest.mark.parametrize("recipe", ["dp-kfc", "dp-kfc+adambc", "dp-soap", "gep"])
+@pytest.mark.parametrize(
+    "recipe", ["dp-kfc", "dp-kfc+adambc", "dp-ngd", "dp-soap", "gep"]
+)
 def test_a_refreshed_map_is_not_recorded_again(recipe, monkeypatch):
     # a bound that stays the same, however much such small nets' maps change
     monkeypatch.setattr("curvedp.whitening.roots._power_above", lambda _: 64.0)

@@ -148,6 +148,13 @@ class Recipe:
                 "put the one that corrects for noise first, or use a recipe with "
                 "independent noise",
             )
+        if self.curvature is not None and self.curvature.moves:
+            raise ConfigurationError(
+                "the floor of a clamp makes another whitener of every step, and a new "
+                "whitener ends the block of noise",
+                "set floor_base = 1 for a floor that stays, clamp = 'off', or use a "
+                "recipe with independent noise",
+            )
         if self.curvature is not None and self.curvature.from_releases:
             raise ConfigurationError(
                 f"probe = {self.curvature.probe!r} learns curvature from releases and "

@@ -95,6 +95,13 @@ _WHEN_MEASURED: dict[str, Any] = {
     **{k: v for k, v in _WHEN_RELEASED.items() if k not in ("clamp", "clip_order")},
     "diagonal": False,
 }
+#: Without a floor, and with one that stays where it is.
+_WITHOUT_FLOOR = {
+    "plain_step": 2.0,
+    "floor_base": 0.01,
+    "floor_warm_up": 0.1,
+    "floor_power": 10.0,
+}
 _WITHOUT_MEASURING = {"curvature_share": 0.2, "input_bound": 1.0, "output_bound": 1.0}
 _WITHOUT_SUBSPACE = {"basis": 50, "residual_clip": 1.0, "residual_share": 0.5}
 
@@ -132,7 +139,10 @@ class Curvature:
         clamp: "off" for a Kronecker map; otherwise DP-NGD's joint map with the floor
             "matched", as "printed", or "none".
         plain_step: ``eta_sgd C_sgd`` that the floor of a clamp is matched to.
-        floor_base: share of the floor on the schedule's plateau; 1 is a fixed floor.
+        floor_base: share of the safe floor on the schedule's plateau; 1 keeps the floor
+            where it is. Otherwise it moves at every step (eq. 18).
+        floor_warm_up: share of the steps in which it falls to the plateau, T1 / T.
+        floor_power: p of its way back up.
         absolute_damping: take the damping as it is; for reproduction.
         mean_loss: probe with the mean loss; for reproduction.
         leave_out: layers that stay unwhitened, separated by commas.
@@ -172,6 +182,8 @@ class Curvature:
     clamp: str = "off"
     plain_step: float = 2.0
     floor_base: float = 0.01
+    floor_warm_up: float = 0.1
+    floor_power: float = 10.0
     absolute_damping: bool = False
     mean_loss: bool = False
     leave_out: str = ""
@@ -191,11 +203,7 @@ class Curvature:
         for name, least in _LEAST.items():
             check_least(name, getattr(self, name), least)
         check_least("spectral_power", self.spectral_power, 0.0)
-        if not 0 < self.floor_base <= 1:
-            raise ConfigurationError(
-                f"floor_base is {self.floor_base!r}",
-                "give a share of the safe floor above 0 and up to 1",
-            )
+        self._floor_schedule(1)
         self.schedule()
         Damping(self.damping)
         self._check_order()
@@ -206,6 +214,7 @@ class Curvature:
             way_out = "probe = 'synthetic'"
             self._refuse_others(_WHEN_RELEASED, "probe = 'releases'", way_out)
         self._check_measuring()
+        self._check_floor()
         if self.moments == "subspace":
             way_out = "moments = 'kronecker'"
             self._refuse_others(_WHEN_SUBSPACE, "moments = 'subspace'", way_out)
@@ -237,6 +246,14 @@ class Curvature:
                 "was measured",
                 "give a number of steps after which a map is made of what was measured",
             )
+
+    def _check_floor(self) -> None:
+        if self.clamp in ("off", "none"):
+            beside, way_out = f"clamp = {self.clamp!r}", "clamp = 'matched'"
+            self._refuse_others(_WITHOUT_FLOOR, beside, way_out)
+        elif self.floor_base == 1:
+            fixed = {k: _WITHOUT_FLOOR[k] for k in ("floor_warm_up", "floor_power")}
+            self._refuse_others(fixed, "floor_base = 1", "a lower floor_base")
 
     def _refuse_others(
         self, fixed: Mapping[str, Any], beside: str, way_out: str
@@ -361,14 +378,23 @@ class Curvature:
                 "DP-NGD's curvature follows it",
                 "attach with the largest rate, and make the scheduler afterwards",
             )
-        schedule = FloorSchedule(steps, base=self.floor_base)
         return JointWhitening(
             step_length / self.plain_step,
             matched=self.clamp == "matched",
-            share=schedule.share,
+            share=self._floor_schedule(steps).share,
             clamp=self.clamp != "none",
             exponent=self._map_exponent,
         )
+
+    def _floor_schedule(self, steps: int) -> FloorSchedule:
+        return FloorSchedule(
+            steps, self.floor_warm_up, self.floor_power, self.floor_base
+        )
+
+    @property
+    def moves(self) -> bool:
+        """Whether the map is another one at every step, refreshed or not."""
+        return self.clamp in ("matched", "printed") and self.floor_base < 1
 
     @property
     def _map_exponent(self) -> float:

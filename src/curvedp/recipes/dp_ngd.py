@@ -1,11 +1,13 @@
 """DP-NGD: clip in the space that the natural gradient whitens, and map back.
 
 ``theta <- theta - lr / B P (sum_i clip_C(P g_i) + N(0, (s C)^2 I))``, ``P = F^-1/2`` of
-a Kronecker-factored Fisher matrix whose eigenvalues are clamped from below, so that
-noise in flat directions moves the parameters no further than a plain step would.
+a Kronecker-factored Fisher matrix whose eigenvalues are clamped from below. At the safe
+floor, noise moves the parameters no further than that of a plain step would; on the
+plateau of the schedule, up to ``1 / sqrt(floor_base)`` times as far.
 
 Following DP-NGD (see ``docs/theory.md`` for what differs and why): factors from public
-data or synthetic probes, C = 10, a floor that falls, rests and rises again (eq. 18).
+data or synthetic probes, C = 10, a floor that falls, rests and rises again at every
+step (eq. 18), whenever the factors were estimated.
 """
 
 from curvedp.recipes.base import Recipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from curvedp.whitening import (
     KroneckerWhitening,
     SubspaceWhitening,
     Whitener,
+    step_by_step,
 )
 
 __all__ = [
@@ -87,11 +88,12 @@ class FixedWhitener:
 
 
 class CurvatureSource:
-    """Estimates curvature at declared steps and keeps the map until the next one.
+    """Estimates curvature at declared steps and keeps it until the next one.
 
-    A map is a function of the parameters at its refresh (released), of the step and of
-    the public probe stream. So a checkpoint holds those parameters, and the map is made
-    again from them when a run is resumed. Of a moving average it holds the factors.
+    A map is a function of the parameters at its refresh (released), of the step (a
+    clamp's floor moves at each) and of the public probe stream. So a checkpoint holds
+    those parameters, and the map is made again from them when a run is resumed. Of a
+    moving average it holds the factors.
 
     Args:
         model: as it is at each step.
@@ -123,7 +125,7 @@ class CurvatureSource:
         self._refresh = refresh
         self._streams = streams
         self._made_at: int | None = None
-        self._whitener: Whitener = IdentityWhitener()
+        self._map_of: Callable[[int], Whitener] = lambda _: IdentityWhitener()
         self._made_with: dict[str, Tensor] = {}
         self._factors: Factors | None = None
 
@@ -134,7 +136,7 @@ class CurvatureSource:
     def at(self, step: int) -> Whitener:
         if is_due(self._refresh, self._made_at, step):
             self._make(step, self._parameters())
-        return self._whitener
+        return self._map_of(step)
 
     def observe(
         self, release: Release, rule: ClippingRule, expected_batch_size: float
@@ -162,7 +164,7 @@ class CurvatureSource:
     def _build(
         self, step: int, factors: Factors, parameters: Mapping[str, Tensor]
     ) -> None:
-        self._whitener = self._whitening.build(factors, parameters, step)
+        self._map_of = step_by_step(self._whitening, factors, parameters, step)
         self._made_at = step
         averaged = self._refresh.decay > 0
         self._factors = factors if averaged else None

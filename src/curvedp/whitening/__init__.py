@@ -1,12 +1,8 @@
 """Fixed, public linear maps that reshape each gradient before it is clipped."""
 
 from curvedp.whitening.base import Part, Parted, Whitener, parts_of
-from curvedp.whitening.build import (
-    SIDES,
-    JointWhitening,
-    KroneckerWhitening,
-    diagonal_whitening,
-)
+from curvedp.whitening.build import SIDES, KroneckerWhitening, diagonal_whitening
+from curvedp.whitening.clamped import JointWhitening, step_by_step
 from curvedp.whitening.damping import Damping, damped_root
 from curvedp.whitening.diagonal import DiagonalMap
 from curvedp.whitening.identity import IdentityWhitener
@@ -45,4 +41,5 @@ __all__ = [
     "own_map",
     "parts_of",
     "refill",
+    "step_by_step",
 ]

@@ -12,7 +12,7 @@ side          roots taken
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,6 @@ from curvedp.curvature import (
     LookupFactor,
     SecondMoment,
     Spectral,
-    Spectrum,
     names_of,
     spectral,
 )
@@ -34,18 +33,14 @@ from curvedp.errors import ConfigurationError
 from curvedp.whitening.costs import affordable_rank
 from curvedp.whitening.damping import Damping, damped_root, diagonal_root
 from curvedp.whitening.diagonal import DiagonalMap
-from curvedp.whitening.joint import JointMap, matched_floor
 from curvedp.whitening.layerwise import LayerwiseWhitener
 from curvedp.whitening.maps import IdentityMap, KroneckerMap, LayerMap
 from curvedp.whitening.roots import DiagonalRoot, IdentityRoot, ProductRoot, Root
 
-__all__ = ["SIDES", "JointWhitening", "KroneckerWhitening", "diagonal_whitening"]
+__all__ = ["SIDES", "KroneckerWhitening", "diagonal_whitening", "lookup_shares"]
 
 SIDES = ("a", "g", "both")
 _DAMPING = Damping()
-
-#: By layer, of inputs and of output gradients.
-_Spectra = Mapping[str, tuple[Spectrum, Spectrum]]
 
 
 @dataclass(frozen=True)
@@ -146,105 +141,7 @@ class KroneckerWhitening:
         return damped_root(moment, self.exponent, damping, rank)
 
 
-@dataclass(frozen=True)
-class JointWhitening:
-    """DP-NGD: the products of eigenvalues, clamped from below.
-
-    Attributes:
-        ratio: ``eta_ngd C_ngd / (eta_sgd C_sgd)``.
-        matched: the floor that bounds the noise's displacement as a whole; False takes
-            ``ratio^2`` as printed in the paper.
-        share: of the safe floor, by step; None clamps at the safe floor throughout.
-        clamp: False clamps (almost) nothing, to show what then happens.
-        exponent: of the products; 1/2 whitens.
-    """
-
-    ratio: float
-    matched: bool = True
-    share: Callable[[int], float] | None = None
-    clamp: bool = True
-    exponent: float = 0.5
-
-    def build(
-        self, factors: Factors, parameters: Mapping[str, Tensor], step: int = 0
-    ) -> LayerwiseWhitener:
-        """The whitener of the factors at a step."""
-        spectra = {
-            name: (factor.a.spectrum(), factor.g.spectrum())
-            for name, factor in factors.layers.items()
-            if isinstance(factor, DenseFactor)
-        }
-        floor = self._floor(factors, spectra, step)
-        maps: list[LayerMap] = []
-        for name, factor in factors.layers.items():
-            if isinstance(factor, DenseFactor):
-                a, g = spectra[name]
-                maps.append(
-                    JointMap(
-                        factor.weight,
-                        factor.bias,
-                        parameters[factor.weight].shape,
-                        factor.a.groups,
-                        a.vectors,
-                        a.values,
-                        g.vectors,
-                        g.values,
-                        floor,
-                        self.exponent,
-                    )
-                )
-            elif isinstance(factor, LookupFactor):
-                rows = _lookup_products(factor)
-                scales = rows.clamp_min(floor) ** -self.exponent
-                shape = parameters[factor.weight].shape
-                maps.append(DiagonalMap({factor.weight: scales[:, None].expand(shape)}))
-            else:
-                own = spectral(factor)
-                assert isinstance(own, DiagonalFactor)
-                scales_of = {
-                    n: own.mean(n).clamp_min(floor) ** -self.exponent
-                    for n in own.squares
-                }
-                maps.append(DiagonalMap(scales_of))
-        return _whole(maps, parameters, factors)
-
-    def _floor(
-        self,
-        factors: Factors,
-        spectra: _Spectra,
-        step: int,
-    ) -> float:
-        if not self.clamp:
-            return 1e-12
-        safe = self.ratio**2
-        if self.matched:
-            safe = matched_floor(_products(factors, spectra), self.ratio)
-        return safe if self.share is None else safe * float(self.share(step))
-
-
-def _products(factors: Factors, spectra: _Spectra) -> list[tuple[Tensor, int]]:
-    """Eigenvalues of every layer, and how many more are zero."""
-    found = []
-    for name, factor in factors.layers.items():
-        if isinstance(factor, DenseFactor):
-            a, g = spectra[name]
-            known = g.values.unsqueeze(-1) * a.values.unsqueeze(-2)
-            size = factor.a.groups * factor.a.size * factor.g.size
-            found.append((known, size - known.numel()))
-        elif isinstance(factor, LookupFactor):
-            found.append((_lookup_products(factor).repeat(factor.g.size), 0))
-        elif isinstance(factor, DiagonalFactor):
-            found += [(factor.mean(n), 0) for n in factor.squares]
-    return found
-
-
-def _lookup_products(factor: LookupFactor) -> Tensor:
-    """Of an embedding's rows, each with the mean eigenvalue of G, ``[V]``."""
-    mean = float(factor.g.trace().mean()) / factor.g.size
-    return _shares(factor) * mean
-
-
-def _shares(factor: LookupFactor) -> Tensor:
+def lookup_shares(factor: LookupFactor) -> Tensor:
     """The diagonal of A: how much of all tokens each is, ``[V]``, float64."""
     return factor.counts.double() / max(factor.tokens, 1e-300)
 
@@ -296,7 +193,7 @@ def _diagonal(factor: DiagonalFactor, exponent: float, damping: Damping) -> Diag
 def _lookup_root(
     factor: LookupFactor, exponent: float, damping: Damping
 ) -> DiagonalRoot:
-    return diagonal_root(_shares(factor), exponent, damping)
+    return diagonal_root(lookup_shares(factor), exponent, damping)
 
 
 def _product_root(

@@ -106,8 +106,8 @@ class DiagonalMap:
         return torch.cat([scales, bias], -1)
 
     @cached_property
-    def _largest(self) -> float:
-        return max(float(s.max()) for s in self.scales.values())
+    def _largest(self) -> Tensor:
+        return torch.stack([s.max() for s in self.scales.values()]).max()
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:
         return norm_dtype(like(io))

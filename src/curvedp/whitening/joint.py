@@ -38,7 +38,8 @@ class JointMap(DenseMap):
         input_values: ``l [G, k]``.
         outputs: ``Q_G [G, r, h]``.
         output_values: ``m [G, h]``.
-        floor: smallest product; 0 clamps nothing and needs full bases.
+        floor: smallest product, a number or a tensor of one; 0 clamps nothing and
+            needs full bases.
         exponent: of the products; 1/2 whitens, 1 is the natural gradient's map.
     """
 
@@ -46,7 +47,7 @@ class JointMap(DenseMap):
     input_values: Tensor
     outputs: Tensor
     output_values: Tensor
-    floor: float
+    floor: Tensor | float
     exponent: float = 0.5
 
     @cached_property
@@ -60,14 +61,18 @@ class JointMap(DenseMap):
         return self.output_values.unsqueeze(-1) * self.input_values.unsqueeze(-2)
 
     @property
-    def _rest(self) -> float:
+    def _full(self) -> bool:
+        """Whether the bases leave nothing out."""
+        return all(q.shape[-1] == q.shape[-2] for q in (self.inputs, self.outputs))
+
+    @cached_property
+    def _rest(self) -> Tensor | float:
         """The map of everything outside the bases; 0 where they leave nothing out.
 
         With full bases there is rounding alone outside of them, which a small floor
         would stretch beyond everything that is inside.
         """
-        full = all(q.shape[-1] == q.shape[-2] for q in (self.inputs, self.outputs))
-        return self.floor**-self.exponent if self.floor > 0 and not full else 0.0
+        return 0.0 if self._full else self.floor**-self.exponent
 
     def sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, DenseIO):
@@ -83,8 +88,8 @@ class JointMap(DenseMap):
         return norm_dtype(like(io))
 
     @cached_property
-    def _largest(self) -> float:
-        return max(float(self.scales.max()), self._rest)
+    def _largest(self) -> Tensor:
+        return self.scales.max().clamp_min(self._rest)
 
     def _of_rows(self, io: DenseIO, part: slice) -> Tensor:
         like = io.calls[0][1]
@@ -115,7 +120,7 @@ class JointMap(DenseMap):
         """A difference, so it is raised by what its own rounding can hide."""
         n = self.inputs.shape[-2] + self.outputs.shape[-2]
         hidden = 8 * n * ROUNDING[whole.dtype] * whole
-        if not self._rest:  # nothing is outside; rounding is, of what was rotated
+        if self._full:  # nothing is outside; rounding is, of what was rotated
             return (inside + self._largest**2 * hidden.sum(1)).double()
         rest = (whole - covered).clamp_min(0) + hidden
         return (inside + self._rest**2 * rest.sum(1)).double()
@@ -130,7 +135,7 @@ class JointMap(DenseMap):
 
     def inverse(self, values: Values) -> dict[str, Tensor]:
         m = self.matrix(values)
-        rest = 1 / self._rest if self._rest else 0.0
+        rest = 0.0 if self._full else 1 / self._rest
         return self.values(
             self._map(m.to(square_dtype(m)), 1 / self.scales, rest), values
         )
@@ -139,13 +144,13 @@ class JointMap(DenseMap):
         # in the basis of products u_j q_k^T, P^2 is diag(S^2), and rest^2 outside of it
         squares = self.scales.square()
         squares = 1 / squares if inverse else squares
-        rest = self._rest ** (-2 if inverse else 2) if self._rest else 0.0
+        rest = 0.0 if self._full else self._rest ** (-2 if inverse else 2)
         rows, columns = self.outputs.square(), self.inputs.square()
         inside = rows @ squares @ columns.mT
         known = rows.sum(-1).unsqueeze(-1) * columns.sum(-1).unsqueeze(-2)
         return self.values(inside + rest * (1 - known).clamp_min(0), like)
 
-    def _map(self, m: Tensor, scales: Tensor, rest: float) -> Tensor:
+    def _map(self, m: Tensor, scales: Tensor, rest: Tensor | float) -> Tensor:
         q, u = self.inputs.to(m.dtype), self.outputs.to(m.dtype)
         h = u.mT @ m @ q
         return rest * m + u @ ((scales.to(m.dtype) - rest) * h) @ q.mT
@@ -200,7 +205,7 @@ class FloorSchedule:
         steps: T.
         warm_up: share of T.
         power: of the rise.
-        base: share of the safe floor on the plateau.
+        base: share of the safe floor on the plateau; 1 is a fixed floor.
     """
 
     steps: int
@@ -209,10 +214,15 @@ class FloorSchedule:
     base: float = 0.01
 
     def __post_init__(self) -> None:
-        if not (0 < self.base <= 1 and 0 <= self.warm_up < 1 and self.power > 0):
-            raise ConfigurationError(
-                "the floor's schedule needs 0 < base <= 1, 0 <= warm_up < 1, power > 0"
-            )
+        for name, value, right, range_ in (
+            ("floor_base", self.base, 0 < self.base <= 1, "above 0 and up to 1"),
+            ("floor_warm_up", self.warm_up, 0 <= self.warm_up < 1, "from 0 to below 1"),
+            ("floor_power", self.power, 0 < self.power < math.inf, "above 0"),
+        ):
+            if not right:
+                raise ConfigurationError(
+                    f"{name} is {value!r}", f"give a number {range_}"
+                )
 
     def share(self, step: int) -> float:
         """The floor of a step as a share of the safe one."""

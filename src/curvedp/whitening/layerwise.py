@@ -16,7 +16,7 @@ from curvedp.layers.io import DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.joined import JoinedIO
 from curvedp.whitening.maps import IdentityMap, LayerMap
 
-__all__ = ["LayerwiseWhitener"]
+__all__ = ["LayerwiseWhitener", "digest_of"]
 
 
 class LayerwiseWhitener:
@@ -26,6 +26,8 @@ class LayerwiseWhitener:
         maps: one for every layer; together they have every trainable parameter once.
         parameters: names of all trainable parameters.
         provenance: of the factors that the maps were made from.
+        frame: id of these maps, where whoever made them knows one; None makes it of
+            all their numbers.
 
     Raises:
         CoverageError: a parameter without a map, or with two, by name.
@@ -36,6 +38,7 @@ class LayerwiseWhitener:
         maps: Sequence[LayerMap],
         parameters: Iterable[str],
         provenance: Provenance = Provenance.SYNTHETIC,
+        frame: str | None = None,
     ) -> None:
         self.maps = tuple(maps)
         self.provenance = provenance
@@ -53,16 +56,17 @@ class LayerwiseWhitener:
                 f"the parameter {missing[0]!r} has no whitening map",
                 "give it one; IdentityMap leaves it as it is",
             )
+        if frame is not None:
+            self.frame = frame
 
     @cached_property
     def frame(self) -> str:
         """A digest of all maps: equal maps have equal ids."""
         if all(isinstance(layer, IdentityMap) for layer in self.maps):
             return IDENTITY_FRAME
-        digest = hashlib.sha256()
-        for layer in self.maps:
-            _update(digest, [type(layer).__name__, list(layer.names), layer.tensors()])
-        return digest.hexdigest()[:32]
+        return digest_of(
+            [[type(m).__name__, list(m.names), m.tensors()] for m in self.maps]
+        )
 
     def sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, UnreachedIO):
@@ -136,6 +140,13 @@ class LayerwiseWhitener:
                 torch.cat([v.flatten() for v in self.apply(values).values()])
             )
         return torch.stack(columns, 1)
+
+
+def digest_of(value: Any) -> str:
+    """Id of numbers, texts and tensors, in lists and dicts: equal for equal ones."""
+    digest = hashlib.sha256()
+    _update(digest, value)
+    return digest.hexdigest()[:32]
 
 
 def _update(digest: Any, value: Any) -> None:
