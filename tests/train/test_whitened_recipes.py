@@ -260,13 +260,20 @@ def test_tokens_and_features_have_synthetic_probes(own):
 
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 3, (40,), generator=generator)
+
+    def kind_of_probe(x, own_model):
+        private = attach(TensorDataset(x, labels), "dp-kfc", own_model, **own)
+        train(private, 2)
+        assert private.step == 2
+        return private._engine.whiteners._how.probe.describe()["kind"]
+
     tokens = torch.randint(0, 20, (40, 7), generator=generator)
-    train(attach(TensorDataset(tokens, labels), "dp-kfc", Tagger(), **own), 2)
+    assert kind_of_probe(tokens, Tagger()) == "tokens"
     rows = torch.randn(40, 9, generator=generator)
-    train(attach(TensorDataset(rows, labels), "dp-kfc", nn.Linear(9, 3), **own), 2)
+    assert kind_of_probe(rows, nn.Linear(9, 3)) == "features"
     signals = torch.randn(40, 2, 9, generator=generator)
     signal_model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(21, 3))
-    train(attach(TensorDataset(signals, labels), "dp-kfc", signal_model, **own), 2)
+    assert kind_of_probe(signals, signal_model) == "images"
 
 
 def test_an_oracle_in_an_earlier_sitting_is_not_forgotten(tmp_path):

@@ -176,13 +176,16 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
         template = source.template(device, with_targets=checked_loss is not None)
         synthetic = synthesiser_like(template, model)
     coverage = cover(model, synthetic, checked_loss)
+    tokenizer = source.tokenizer
     check_optimizer(model, optimizer)
     curvature = _checked(chosen.curvature, coverage)
     whiteners: WhitenerSource = FixedWhitener()
     if curvature is not None and curvature.from_releases:
         plan, whiteners = _learning(model, coverage, curvature, plan, optimizer)
     elif curvature is not None:
-        probe = choose_probe(curvature, probes, template, model, source.dataset)
+        probe = choose_probe(
+            curvature, probes, template, model, source.dataset, tokenizer
+        )
         whiteners = CurvatureSource(
             model,
             coverage,
@@ -205,7 +208,7 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
                 _required(checked_loss, chosen),
                 chosen.eigenvalues,
                 spectral_probe(
-                    chosen.eigenvalues, probes, template, model, labels, loss
+                    chosen.eigenvalues, probes, template, model, labels, loss, tokenizer
                 ),
                 whiteners,
                 plan.clipping,

@@ -85,6 +85,11 @@ class TrainingData:
         """Number of units. Public or private as the relation says."""
         return population(self.dataset) if self.people is None else len(self.people)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The collate function's, where it holds one, as collators for text do."""
+        return getattr(self.collate, "tokenizer", None)
+
     def template(self, device: torch.device, *, with_targets: bool) -> Batch:
         """Shapes of inputs and targets: a pair by convention, or inputs alone."""
         template = template_batch(self.dataset, self.collate)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from curvedp.barrier import Provenance
 from curvedp.curvature import Estimate
 from curvedp.curvature.products import evaluated
 from curvedp.errors import ConfigurationError
-from curvedp.layers import Batch
+from curvedp.layers import Batch, as_call
 from curvedp.probes import (
     JSON,
     BernoulliLabels,
@@ -31,6 +31,10 @@ from curvedp.probes import (
     labels_for,
 )
 from curvedp.recipes import Curvature, Eigenvalues
+
+#: Keys of inputs that a token probe can make up; the others have defaults in models.
+_NEEDED_KEYS = {"input_ids", "attention_mask"}
+_TOKEN_KEYS = {*_NEEDED_KEYS, "token_type_ids"}
 
 __all__ = ["choose_labels", "choose_probe", "spectral_probe"]
 
@@ -58,6 +62,7 @@ def choose_probe(
     template: Batch | None,
     model: nn.Module,
     private_data: Any,
+    tokenizer: Any = None,
 ) -> Probe:
     """The probe that the recipe asks for.
 
@@ -67,6 +72,8 @@ def choose_probe(
         template: a batch of zeros in the inputs' shapes, or None if it is not known.
         model: its embedding tables say how many tokens there are.
         private_data: what an oracle looks at.
+        tokenizer: it says which tokens are special; without one, embedding tables say
+            what padding is.
     """
     if curvature.probe == "oracle":
         return given or OracleProbe(private_data)
@@ -84,24 +91,26 @@ def choose_probe(
             "pass probes=PublicProbe(dataset) with a dataset that is declared public",
         )
     inputs = None if template is None else template.inputs
-    probe = _synthetic(inputs, curvature, model) if isinstance(inputs, Tensor) else None
+    probe = None
+    if isinstance(inputs, Tensor):
+        probe = _synthetic(inputs, curvature, model, tokenizer)
+    elif isinstance(inputs, Mapping) and _NEEDED_KEYS <= set(inputs) <= _TOKEN_KEYS:
+        probe = _tokens(inputs["input_ids"], inputs, model, tokenizer)
     if probe is None:
         raise ConfigurationError(
             "there is no synthetic probe for inputs of this form",
-            "pass probes=: TokenProbe for tokens with masks, PublicProbe(dataset) for "
-            "public data of any form (both in curvedp.probes); dp-soap needs no probe",
+            "pass probes=: TokenProbe for tokens, PublicProbe(dataset) for public data "
+            "of any form (both in curvedp.probes); dp-soap needs no probe",
         )
     return probe
 
 
-def _synthetic(x: Tensor, curvature: Curvature, model: nn.Module) -> Probe | None:
+def _synthetic(
+    x: Tensor, curvature: Curvature, model: nn.Module, tokenizer: Any
+) -> Probe | None:
     shape = tuple(x.shape[1:])
     if not x.is_floating_point():
-        tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-        if not tables or len(shape) != 1:
-            return None
-        spec = TokenSpec(_vocabulary(x, model, tables))
-        return TokenProbe(spec, (shape[0], shape[0]), as_mapping=False)
+        return _tokens(x, x, model, tokenizer)
     power = curvature.spectral_power
     if len(shape) == 3:
         if curvature.mean_loss:  # the reproduction of the public code
@@ -114,9 +123,48 @@ def _synthetic(x: Tensor, curvature: Curvature, model: nn.Module) -> Probe | Non
     return None
 
 
-def _vocabulary(x: Tensor, model: nn.Module, tables: Sequence[nn.Embedding]) -> int:
-    """Rows of the table that the inputs are looked up in; positions have their own."""
-    ids = x.to(next(model.parameters()).device)
+def _tokens(
+    ids: Tensor, inputs: Any, model: nn.Module, tokenizer: Any
+) -> TokenProbe | None:
+    """Words in the declared shape, of any length where padding is known.
+
+    Without padding all sequences are as long as the declared one.
+    """
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    if not tables or ids.dim() != 2 or ids.is_floating_point():
+        return None
+    spec = _vocabulary(_table(ids, inputs, model, tables), tokenizer)
+    longest = ids.shape[1]
+    shortest = longest if spec.pad is None else min(spec.framing + 1, longest)
+    masked = isinstance(inputs, Mapping)
+    return TokenProbe(spec, (shortest, longest), as_mapping=masked)
+
+
+def _vocabulary(table: nn.Embedding, tokenizer: Any) -> TokenSpec:
+    """The tokenizer's, or all rows of the table but that of its padding."""
+    rows, pad = table.num_embeddings, table.padding_idx
+    if tokenizer is None:
+        return TokenSpec(rows, pad=pad)
+    spec = TokenSpec.from_tokenizer(tokenizer)
+    if spec.size > rows:
+        raise ConfigurationError(
+            f"the tokenizer has {spec.size} ids, and the model's table {rows} rows",
+            "resize the table to the tokenizer, or pass the tokenizer of this model",
+        )
+    return spec if spec.pad is not None else replace(spec, pad=pad)
+
+
+def _table(
+    ids: Tensor, inputs: Any, model: nn.Module, tables: Sequence[nn.Embedding]
+) -> nn.Embedding:
+    """The table that the inputs are looked up in; positions have their own."""
+    device = next(model.parameters()).device
+    ids = ids.to(device)
+    asked: Any = ids
+    if isinstance(inputs, Mapping):  # a mask of zeros would leave nothing to attend to
+        rest = {k: torch.ones_like(ids) for k in inputs if k == "attention_mask"}
+        asked = {"input_ids": ids, **rest}
+    args, kwargs = as_call(asked)
     reached: list[nn.Embedding] = []
 
     def note(table: nn.Module, args: tuple[Any, ...]) -> None:
@@ -131,7 +179,7 @@ def _vocabulary(x: Tensor, model: nn.Module, tables: Sequence[nn.Embedding]) -> 
     hooks = [table.register_forward_pre_hook(note) for table in tables]
     try:
         with evaluated(model), torch.no_grad():
-            model(ids)
+            model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -143,7 +191,7 @@ def _vocabulary(x: Tensor, model: nn.Module, tables: Sequence[nn.Embedding]) -> 
             "are looked up in does not show",
             "pass probes=curvedp.probes.TokenProbe(TokenSpec(vocabulary), ...)",
         )
-    return min(sizes)
+    return min(reached or tables, key=lambda table: table.num_embeddings)
 
 
 def choose_labels(
@@ -180,8 +228,9 @@ def spectral_probe(
     model: nn.Module,
     labels: LabelRule | None,
     loss: Any,
+    tokenizer: Any = None,
 ) -> Estimate:
     """What a spectrum is looked for with, at the recipe's wish. Never private data."""
     as_asked = Curvature(probe=eigenvalues.spectrum_probe)
-    probe = choose_probe(as_asked, given, template, model, None)
+    probe = choose_probe(as_asked, given, template, model, None, tokenizer)
     return eigenvalues.estimate(probe, choose_labels(as_asked, labels, loss))
