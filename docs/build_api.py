@@ -33,6 +33,9 @@ SECTIONS = (
         "How the noise of different steps is correlated.",
     ),
     ("curvedp.update", "curvedp.update", "What is done with a release."),
+    ("curvedp.probes", "curvedp.probes", "Inputs and labels that curvature is from."),
+    ("curvedp.whitening", "curvedp.whitening", "Maps that reshape gradients."),
+    ("curvedp.layers", "curvedp.layers", "Per-example gradients of a model."),
     ("curvedp.clipping", "curvedp.clipping", "Rules that bound an example's part."),
     ("curvedp.accounting", "curvedp.accounting", "Events, accountants, ledgers."),
     ("curvedp.federated", "curvedp.federated", "Clients, server, who sees what."),
@@ -102,6 +105,8 @@ def _entries(module: Any, seen: set[int]) -> Iterator[str]:
 def _constant(thing: Any) -> str:
     if isinstance(thing, dict):
         return "By name: " + ", ".join(f"`{key}`" for key in thing) + "."
+    if hasattr(thing, "__origin__") or hasattr(thing, "__args__"):
+        return "A type."
     kind = type(thing).__name__
     return f"A constant, `{kind}`."
 

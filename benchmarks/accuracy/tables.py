@@ -44,6 +44,11 @@ Then everything is fixed and tested once, with five seeds that vary initialisati
 sampling and noise and are the same for all arms. The noise of these runs comes from a
 seed, so that arms are paired; it has the same law as that of a private run.
 
+`dp-kfc paper` is what the mode `paper` was then: Adam, relative damping, noise of power
+3, one probe batch every 100 steps. The mode now has what the paper states (SGD with
+momentum 0.9, absolute damping, power 1, ten batches every 50 steps), which these rows
+do not measure.
+
 {NOT_COUNTED}""",
     "strong_baseline": f"""\
 # Accuracy beside a strong baseline

@@ -46,7 +46,7 @@ def test_every_setting_can_be_set(train, tmp_path):
     assert facts["damping"] == 0.2
     assert facts["leave_out"] == "1"  # a layer's name, though it looks like a number
     assert facts["learning_rate"] == 0.3
-    assert facts["optimiser"] == "adam"  # of the mode
+    assert facts["absolute_damping"] is True  # of the mode
     assert stored(tmp_path, "result.json")["private"]
     assert "label" not in stored(tmp_path)
 

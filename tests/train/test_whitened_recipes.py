@@ -229,6 +229,18 @@ def test_modes_train(mode):
     assert trainer.fit(examples()).steps == 3
 
 
+def test_the_mode_paper_is_the_papers():
+    facts = RECIPES["dp-kfc"].configure(mode="paper").facts()
+    stated = {
+        "optimiser": "sgd", "momentum": 0.9, "learning_rate": 1e-3,  # appendix H, CNNs
+        "clipping": "flat", "side": "both", "exponent": 0.5, "back_map": "none",
+        "absolute_damping": True, "damping": 0.011,  # algorithm 1, pi and gamma
+        "spectral_power": 1.0,  # eq. 2, of the power spectrum
+        "labels": "uniform", "probe_batches": 10, "refresh": 50,
+    }  # fmt: skip
+    assert {name: facts[name] for name in stated} == stated
+
+
 def test_unknown_modes_and_settings_are_refused_by_name():
     recipe = RECIPES["dp-kfc"]
     with pytest.raises(ConfigurationError, match="'papr'"):
