@@ -80,8 +80,8 @@ def read_only():
     ("error", "stride"),
     [
         (Crash, 5),
-        (full, 16),
-        (read_only, 16),
+        (full, 13),
+        (read_only, 13),
         pytest.param(Crash, 1, marks=pytest.mark.slow),
         pytest.param(full, 1, marks=pytest.mark.slow),
     ],

@@ -12,6 +12,7 @@ from . import (
     correlated_faults,
     curvature_faults,
     federated_faults,
+    payment_faults,
     peer_faults,
     rule_faults,
 )
@@ -20,6 +21,7 @@ from .peers import PEERS
 
 FAULTS = rule_faults.FAULTS + curvature_faults.FAULTS + peer_faults.FAULTS
 FAULTS += correlated_faults.FAULTS + federated_faults.FAULTS
+FAULTS += payment_faults.FAULTS
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(f.check for f in FAULTS))

@@ -49,6 +49,7 @@ from curvedp.sampling import People, Sampler
 from curvedp.train.datasets import TrainingData, moved
 from curvedp.train.journal import Journal
 from curvedp.train.passes import RecordedPass
+from curvedp.train.rehearsal import rehearse_journal
 from curvedp.values import is_whole
 
 __all__ = ["Client"]
@@ -143,6 +144,9 @@ class Client:
             if folder is None or self.grid is not None
             else Journal(folder / "journal", self.ledger)
         )
+        if folder is not None and self._journal is not None:
+            marks = [{"task": ""}]
+            rehearse_journal(folder / "journal", self.ledger, shared.parameters, marks)
         self._last: tuple[str, Release] | None = None
 
     def answer(self, task: Task) -> Update:

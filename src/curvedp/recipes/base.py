@@ -299,6 +299,43 @@ class Recipe:
             options["betas"] = (self.momentum, 0.999)
         return _OPTIMISERS[self.optimiser](parameters, **options)
 
+    def remark_on(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """What the ledger says of an optimiser that is not the recipe's own.
+
+        A hand-written loop brings its own optimiser, and the guarantee is the same: it
+        sees releases alone. What the method does may not be.
+
+        Raises:
+            ConfigurationError: the recipe's page rests on its own.
+        """
+        own, given = _OPTIMISERS[self.optimiser].__name__, type(optimizer).__name__
+        if not self._rests_on_its_optimiser:
+            other = f"optimiser: {given} in the place of the recipe {self.name}'s {own}"
+            return None if given == own else other
+        if given != own:
+            raise ConfigurationError(
+                f"the recipe {self.name!r} rests on {own}, and {given} would make "
+                "another method of it",
+                f"give make_private a torch.optim.{own}, or choose another recipe",
+            )
+        groups = optimizer.param_groups
+        rates = {float(group["lr"]) for group in groups}
+        if self.eigenvalues is not None and (
+            len(rates) > 1 or any(group["momentum"] for group in groups)
+        ):
+            raise ConfigurationError(
+                f"the recipe {self.name!r} designs its noise for plain steps of one "
+                "learning rate, without momentum",
+                "build the optimiser with momentum=0 and one learning rate",
+            )
+        return None
+
+    @property
+    def _rests_on_its_optimiser(self) -> bool:
+        """Whether its noise is designed for it, or a transform does what Adam does."""
+        designed = self.eigenvalues is not None and self.is_correlated
+        return designed or self.chain.reads_noise
+
     def facts(self) -> dict[str, Any]:
         """Name and settings as JSON values."""
         own = {f.name: getattr(self, f.name) for f in fields(Recipe)}

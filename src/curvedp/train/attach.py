@@ -36,6 +36,7 @@ from curvedp.train.passes import ForwardPrecision, chosen_norms
 from curvedp.train.pretrain import PublicStart
 from curvedp.train.private import Private
 from curvedp.train.probing import choose_labels, choose_probe, spectral_probe
+from curvedp.train.rehearsal import rehearse
 from curvedp.train.released import ReleasedSource
 from curvedp.train.secret import RunSecret, drawing_device
 from curvedp.train.settings import PrivacySettings
@@ -178,6 +179,7 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
     coverage = cover(model, synthetic, checked_loss)
     tokenizer = source.tokenizer
     check_optimizer(model, optimizer)
+    tried = rehearse(optimizer, chosen)
     curvature = _checked(chosen.curvature, coverage)
     whiteners: WhitenerSource = FixedWhitener()
     if curvature is not None and curvature.from_releases:
@@ -223,6 +225,7 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
         optimiser=type(optimizer).__name__,
         unsafe=streams.is_unsafe,
         oracle=not whiteners.provenance.is_public,
+        remarks=tried.remarks,
     )
     try:
         if start is not None:
@@ -277,7 +280,8 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
             run_dir=folder,
             synthetic=synthetic,
             passed=whole_pass(engine, programmed, recorded, synthetic),
-        )
+            tried=tried,
+        ).rehearsed()
     except BaseException:
         ledger.close()  # or the folder stays locked as long as this process lives
         raise

@@ -161,9 +161,14 @@ class Journal:
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Learning rates and the like, as they are now; public."""
     return [
-        {k: v for k, v in group.items() if k != "params"}
+        {k: _number(v) for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def _number(value: Any) -> Any:
+    """A rate that is kept on a device, as a number."""
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 def restore_group_settings(
@@ -178,7 +183,11 @@ def restore_group_settings(
             "build the optimiser as it was when the run began",
         )
     for group, stored in zip(groups, settings, strict=True):
-        group.update(stored)
+        for name, value in stored.items():
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(value)  # graphs know it by its place
+            else:
+                group[name] = value
 
 
 def _check_facts(facts: Mapping[str, str], step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ def open_ledger(
     optimiser: str,
     unsafe: bool,
     oracle: bool = False,
+    remarks: Sequence[str] = (),
 ) -> Ledger | MemoryLedger:
     """The run folder's ledger, made or reopened, or one in memory.
 
     One that is reopened fits the plan and contains everything that the run's
     checkpoints and journal have seen of it, or it is refused and left as it is.
     """
-    notes = []
+    notes = [*remarks]
     if unsafe:
         notes.append(UNSAFE_NOTE)
     if oracle:

@@ -50,6 +50,7 @@ from curvedp.train.explained import StepPlan
 from curvedp.train.graph import GraphedPass
 from curvedp.train.ledgers import WHEN_UNSAID, note_lost_releases
 from curvedp.train.optimizer import LogicalScheduler, PrivateOptimizer
+from curvedp.train.rehearsal import Rehearsed, rehearse_folder
 from curvedp.train.statement import Statement, make_statement
 from curvedp.train.wrapped import PrivateLoader, PrivateModel
 from curvedp.values import is_whole
@@ -79,6 +80,7 @@ class Private:
         run_dir: Path | None = None,
         passed: GraphedPass | CompiledPass | None = None,
         synthetic: Synthesiser | None = None,
+        tried: Rehearsed | None = None,
     ) -> None:
         if loss is not None and loss_reduction is not None:
             raise ConfigurationError(
@@ -98,6 +100,7 @@ class Private:
         self._run_dir = run_dir
         self._passed = passed
         self._synthetic = synthetic
+        self._tried = tried or Rehearsed("nothing")
         self.plan: Plan = engine.plan
         self.model = PrivateModel(engine)
         engine.set_scale(self._scale)
@@ -221,6 +224,7 @@ class Private:
             public_probe=self._engine.whiteners.provenance is Provenance.PUBLIC,
             views=self._engine.views,
             pretrained=self._recipe.pretrains,
+            tried=self._tried.how,
         )
 
     @property
@@ -301,18 +305,27 @@ class Private:
         folder = self._folder()
         self._engine.ledger.require_open()
         self._refuse_half_step()
-        checkpoint = Checkpoint(
+        clear_leftovers(folder, "ledger.jsonl.*")
+        oldest = save_checkpoint(folder / "checkpoints", self._checkpoint(extra or {}))
+        if self._engine.journal is not None:
+            self._engine.journal.drop_before(oldest)
+
+    def _checkpoint(self, extra: dict[str, Any]) -> Checkpoint:
+        return Checkpoint(
             step=self.step,
             run_id=self._engine.ledger.header.run_id,
             facts=self._facts(),
             model=self._engine.model.state_dict(),
-            state={**self._state(), "extra": extra or {}},
+            state={**self._state(), "extra": extra},
             ledger=self._engine.ledger.head(),
         )
-        clear_leftovers(folder, "ledger.jsonl.*")
-        oldest = save_checkpoint(folder / "checkpoints", checkpoint)
-        if self._engine.journal is not None:
-            self._engine.journal.drop_before(oldest)
+
+    def rehearsed(self) -> Private:
+        """After what is to be written into the run's folder was tried."""
+        if self._run_dir is not None:
+            now = self._checkpoint({})
+            rehearse_folder(self._run_dir, self._engine, now, self._tried)
+        return self
 
     def resume(self) -> dict[str, Any]:
         """Go on from the last checkpoint and the journal; returns what ``save`` added.

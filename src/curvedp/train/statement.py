@@ -71,6 +71,7 @@ def make_statement(
     public_probe: bool = False,
     views: Views | None = None,
     pretrained: bool = False,
+    tried: str = "nothing",
 ) -> Statement:
     """The statement of a run as it stands.
 
@@ -105,6 +106,7 @@ def make_statement(
         ("mechanism", f"{_mechanism(plan)}; {plan.clipping.describe()}"),
         ("noise source", _noise_source(plan, unsafe)),
         ("accountant", plan.accountant.upper()),
+        ("tried before", f"{tried}; a loop's schedule of rates is not tried"),
     ]
     title = f"Privacy statement (curvedp {__version__})"
     caveats = list(_NOT_COVERED_SECURE if plan.secure else _NOT_COVERED)

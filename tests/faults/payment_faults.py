@@ -1,0 +1,173 @@
+"""What is found before a payment, and what a payment has to be there for."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from curvedp.accounting import read_ledger
+from curvedp.errors import CheckpointError, ConfigurationError
+from curvedp.recipes import Recipe, get_recipe
+from curvedp.train import rehearsal
+from curvedp.train.private import Private
+
+from .cases import attach, examples, linear, train
+from .checking import refused
+from .mutate import Fault, Patch
+
+
+def _attached(kind, model=None, **options):
+    model = model or linear()
+    return attach(examples(), model, optimizer=kind(model.parameters()), **options)
+
+
+def closures_are_refused_at_attach():
+    refused(ConfigurationError, "LBFGS", lambda: _attached(torch.optim.LBFGS))
+
+
+def a_step_that_fails_is_found_at_attach():
+    refused(ConfigurationError, "SparseAdam", lambda: _attached(torch.optim.SparseAdam))
+
+
+class _Idle(torch.optim.SGD):
+    def step(self, closure=None):
+        pass
+
+
+def an_optimiser_that_moves_nothing_is_refused():
+    refused(ConfigurationError, "moves nothing", lambda: _attached(_Idle))
+
+
+class _Bursting(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.fill_(torch.inf)
+
+
+def an_optimiser_that_bursts_is_refused():
+    refused(ConfigurationError, "not finite", lambda: _attached(_Bursting))
+
+
+class _Drawing(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        torch.rand(1)
+
+
+def the_trial_draws_from_its_own_generator():
+    optimizer = _Drawing(linear().parameters())
+    state = torch.get_rng_state()
+    rehearsal.rehearse(optimizer, get_recipe("dp-sgd"))
+    assert torch.equal(torch.get_rng_state(), state), "the global generator moved"
+
+
+class _Untold(nn.Linear):
+    def get_extra_state(self):
+        return {1, 2}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def what_no_checkpoint_holds_is_refused_before_a_payment():
+    with tempfile.TemporaryDirectory() as folder:
+        refused(
+            CheckpointError,
+            "extra_state",
+            lambda: attach(examples(), _Untold(4, 3), run_dir=folder),
+        )
+        assert read_ledger(Path(folder) / "ledger.jsonl").count() == 0
+
+
+class _Naming(torch.optim.SGD):
+    """Keeps in its groups what no journal can hold."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.param_groups[0]["names"] = {"a"}
+
+
+def what_no_journal_holds_is_refused_before_a_payment():
+    with tempfile.TemporaryDirectory() as folder:
+        # without the trial of a checkpoint, which holds the groups too
+        try:
+            private = _attached(_Naming, run_dir=folder)
+            train(private)
+        except CheckpointError:
+            pass
+        assert read_ledger(Path(folder) / "ledger.jsonl").count() == 0
+
+
+def another_optimiser_than_the_recipes_is_named():
+    private = _attached(torch.optim.SGD, recipe="dp-adam")
+    assert "optimiser: SGD" in str(private.statement()), "not named"
+
+
+def a_method_that_rests_on_its_optimiser_refuses_others():
+    refused(
+        ConfigurationError,
+        "rests on SGD",
+        lambda: _attached(torch.optim.Adam, recipe="dp-adambc"),
+    )
+
+
+FAULTS = [
+    Fault(
+        "paid before it could work: a closure",
+        closures_are_refused_at_attach,
+        (
+            Patch(rehearsal._refuse_arguments, "bind(optimizer)", "parameters"),
+            Patch(rehearsal.rehearse, "state = _steps(copied)", "state = None"),
+        ),
+    ),
+    Fault(
+        "paid before it could work: sparse gradients",
+        a_step_that_fails_is_found_at_attach,
+        (Patch(rehearsal.rehearse, "state = _steps(copied)", "state = None"),),
+    ),
+    Fault(
+        "paid before it could work: nothing moves",
+        an_optimiser_that_moves_nothing_is_refused,
+        (Patch(rehearsal._steps, "if all(", "if False and all("),),
+    ),
+    Fault(
+        "paid before it could work: not finite",
+        an_optimiser_that_bursts_is_refused,
+        (Patch(rehearsal._steps, "if not torch", "if False and not torch"),),
+    ),
+    Fault(
+        "a trial that draws from the run's generator",
+        the_trial_draws_from_its_own_generator,
+        (
+            Patch(
+                rehearsal._steps,
+                "torch.random.fork_rng(devices=list(devices))",
+                "torch.enable_grad()",
+            ),
+        ),
+    ),
+    Fault(
+        "paid before it could be stored: a checkpoint",
+        what_no_checkpoint_holds_is_refused_before_a_payment,
+        (Patch(Private.rehearsed, "if self._run_dir is not None:", "if False:"),),
+    ),
+    Fault(
+        "paid before it could be stored: a journal",
+        what_no_journal_holds_is_refused_before_a_payment,
+        (Patch(Private.rehearsed, "if self._run_dir is not None:", "if False:"),),
+    ),
+    Fault(
+        "a recipe's name over another optimiser",
+        another_optimiser_than_the_recipes_is_named,
+        (Patch(Recipe.remark_on, "None if given == own else other", "None"),),
+    ),
+    Fault(
+        "a recipe that rests on another optimiser",
+        a_method_that_rests_on_its_optimiser_refuses_others,
+        (Patch(Recipe.remark_on, "if given != own:", "if False:"),),
+    ),
+]
