@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,10 +12,12 @@ from torch import nn
 
 from curvedp.accounting import read_ledger
 from curvedp.errors import CheckpointError, ConfigurationError
+from curvedp.federated import Client
 from curvedp.recipes import Recipe, get_recipe
-from curvedp.train import rehearsal
+from curvedp.train import guard, ledgers, rehearsal
 from curvedp.train.private import Private
 
+from ..federated.worlds import World
 from .cases import attach, examples, linear, train
 from .checking import refused
 from .mutate import Fault, Patch
@@ -115,7 +119,52 @@ def a_method_that_rests_on_its_optimiser_refuses_others():
     )
 
 
+@contextmanager
+def _launched():
+    os.environ["WORLD_SIZE"] = "2"
+    try:
+        yield
+    finally:
+        del os.environ["WORLD_SIZE"]
+
+
+def ranks_without_a_group_are_refused():
+    with _launched():
+        refused(ConfigurationError, "WORLD_SIZE", lambda: attach(examples()))
+
+
+def independent_runs_say_so():
+    with _launched():
+        private = attach(examples(), independent_process=True)
+    assert "epsilons add up" in str(private.statement()), "the statement is silent"
+
+
+def a_client_of_a_launcher_has_a_folder():
+    world = World()
+    with _launched():
+        refused(
+            ConfigurationError,
+            "run_dir",
+            lambda: Client(0, world.together, world.data[0]),
+        )
+
+
 FAULTS = [
+    Fault(
+        "a launcher without a group",
+        ranks_without_a_group_are_refused,
+        (Patch(guard.refuse_processes, "if launcher is not None:", "if False:"),),
+    ),
+    Fault(
+        "runs whose epsilons nobody adds up",
+        independent_runs_say_so,
+        (Patch(ledgers.open_ledger, "if independent:", "if False:"),),
+    ),
+    Fault(
+        "clients of a launcher that forget what they spent",
+        a_client_of_a_launcher_has_a_folder,
+        (Patch(Client.__init__, "if run_dir is None:", "if False:"),),
+    ),
     Fault(
         "paid before it could work: a closure",
         closures_are_refused_at_attach,

@@ -197,7 +197,7 @@ _DATA = [
     fault(
         "processes started after attaching",
         peer_data.processes_started_later_are_refused,
-        (Engine.batches, "refuse_processes()", "pass"),
+        (Engine.batches, "refuse_processes(", "bool("),
     ),
     fault(
         "columns standardised by their own mean",

@@ -38,6 +38,7 @@ from curvedp.storage import parse_json
 from curvedp.values import is_whole
 
 __all__ = [
+    "INDEPENDENT_NOTE",
     "ORACLE_NOTE",
     "UNSAFE_NOTE",
     "LedgerHeader",
@@ -56,6 +57,11 @@ ORACLE_NOTE = (
 UNSAFE_NOTE = (
     "unsafe_reproducible_noise: whoever knows the seed can recompute noise and "
     "sampling; there is no guarantee"
+)
+
+#: In the ledger of a run that a launcher started beside others.
+INDEPENDENT_NOTE = (
+    "independent_process: one of several runs; on the same data their epsilons add up"
 )
 
 KIND = "curvedp-ledger"

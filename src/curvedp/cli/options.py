@@ -107,6 +107,15 @@ _OPTIONS: dict[str, Any] = {
             shown=False,
         ),
     ],
+    "independent_process": Annotated[
+        bool,
+        _option(
+            _PRIVACY,
+            "One of several runs of a launcher, whose epsilons add up.",
+            "--independent-process",
+            shown=False,
+        ),
+    ],
     "batch_size": Annotated[
         int | None,
         _option(_SAMPLING, "With --epochs; the size is then public.", shown="256"),
@@ -220,7 +229,7 @@ _OPTIONS: dict[str, Any] = {
 _PRIVACY_KEYS = (
     "epsilon", "noise_multiplier", "delta", "relation", "accountant",
     "allow_large_delta", "batch_size", "epochs", "sample_rate", "steps",
-    "expected_batch_size", "secure",
+    "expected_batch_size", "secure", "independent_process",
 )  # fmt: skip
 _RUN_KEYS = (
     "physical_batch_size", "validation", "validation_is_public", "loss", "seed",

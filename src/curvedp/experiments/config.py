@@ -67,6 +67,7 @@ _PRIVACY_TYPES: dict[str, tuple[type, ...]] = {
     "accountant": (str,),
     "allow_large_delta": (bool,),
     "secure": (bool,),
+    "independent_process": (bool,),
 }
 _BY_RATE = ("sample_rate", "steps", "expected_batch_size")
 _RUN_TYPES: dict[str, tuple[type, ...]] = {

@@ -47,6 +47,7 @@ from curvedp.noise import (
 )
 from curvedp.sampling import People, Sampler
 from curvedp.train.datasets import TrainingData, moved
+from curvedp.train.guard import refuse_processes
 from curvedp.train.journal import Journal
 from curvedp.train.passes import RecordedPass
 from curvedp.train.rehearsal import rehearse_journal
@@ -86,6 +87,8 @@ class Client:
         records_per_round: int | None = None,
         unsafe_reproducible_noise: int | None = None,
     ) -> None:
+        if run_dir is None:  # a folder has a lock, and a ledger that stays
+            refuse_processes(otherwise="give each client a run_dir of its own")
         plan = shared.plan
         if not 0 <= number < plan.federation.clients:
             raise ConfigurationError(

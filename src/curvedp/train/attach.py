@@ -142,7 +142,8 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
         **settings: see :class:`curvedp.train.settings.PrivacySettings`: ``epsilon`` or
             ``noise_multiplier``; ``delta``; ``batch_size`` and ``epochs``, or
             ``sample_rate``, ``steps`` and ``expected_batch_size``; ``relation``;
-            ``accountant``; ``allow_large_delta``; ``secure``. The recipe's
+            ``accountant``; ``allow_large_delta``; ``secure``;
+            ``independent_process``. The recipe's
             ``clip_norm``, ``clipping``, ``mode``, the settings of its transforms and,
             where it whitens or pretrains, those of :class:`curvedp.recipes.Curvature`
             and :class:`curvedp.recipes.Pretraining` are taken too, and those of
@@ -153,11 +154,11 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
         After any number of the loop's steps, the parameters are (epsilon, delta)-DP
         with the plan's epsilon, under its relation and for what its statement covers.
     """
-    refuse_processes()
     refuse_rounds(run_dir)
     chosen = _chosen_recipe(recipe, settings)
     start = PublicStart.of(chosen, probes, run_dir)
     plan_settings = PrivacySettings.of(settings)
+    refuse_processes(plan_settings.independent_process)
     group = _people(people, examples_per_person)
     source = TrainingData.of(dataset, collate_fn, loader_options, group, prepare)
     if isinstance(probes, PublicProbe):
@@ -224,6 +225,7 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
         recipe=chosen.name,
         optimiser=type(optimizer).__name__,
         unsafe=streams.is_unsafe,
+        independent=plan_settings.independent_process,
         oracle=not whiteners.provenance.is_public,
         remarks=tried.remarks,
     )

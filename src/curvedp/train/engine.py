@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from curvedp.accounting import Ledger, MemoryLedger
+from curvedp.accounting.records import INDEPENDENT_NOTE
 from curvedp.barrier import ClippedSum
 from curvedp.clipping import clipped_sum
 from curvedp.errors import LoopError
@@ -136,7 +137,8 @@ class Engine(Releasing):
 
     def batches(self, steps: int) -> Iterator[PhysicalBatch]:
         """Physical batches of the next steps, at most as many as the budget allows."""
-        refuse_processes()  # they may have been started since it was attached
+        # they may have been started since it was attached
+        refuse_processes(INDEPENDENT_NOTE in self.ledger.notes())
         self._open = _Open()  # a batch that an earlier loop left behind is not released
         self._walk = walk = object()
         stop = self.step + min(steps, self.steps_left)

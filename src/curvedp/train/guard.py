@@ -8,6 +8,7 @@ no longer uses only drifts. Neither shows in the loss, so both are looked for he
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
@@ -30,6 +31,10 @@ __all__ = [
 #: Modules of Flower that call a client's handlers.
 _OF_A_CLIENT = ("flwr.clientapp.", "flwr.client.", "flwr.compat.client.")
 
+#: By which torchrun, srun, mpirun and Hydra say how many processes they started.
+#: SLURM_NTASKS is that of an allocation, which a single process within it has too.
+_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_SAY_SO = "say independent_process=True: their epsilons add up, and ledgers say so"
 _AGAIN = "make the change first, then call make_private (with a new optimiser)"
 
 
@@ -154,16 +159,20 @@ def refuse_foreign_gradients(
             )
 
 
-def refuse_processes() -> None:
+def refuse_processes(independent: bool = False, otherwise: str = _SAY_SO) -> None:
     """Refuse to be one of several processes that train together.
 
     Each of them would draw, clip, add noise and keep accounts for itself: as many
     models as processes, all of the same data, and each ledger says what one costs.
+    Those that no launcher has started cannot be seen.
+
+    Args:
+        independent: the user's word that each is a run of its own.
+        otherwise: what to do if it is.
     """
     distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return
-    size = distributed.get_world_size()
+    group = distributed.is_available() and distributed.is_initialized()
+    size = distributed.get_world_size() if group else 1
     if size > 1:
         raise ConfigurationError(
             f"torch.distributed is initialised with {size} processes, and private "
@@ -173,6 +182,23 @@ def refuse_processes() -> None:
             "of any size takes), or call "
             "torch.distributed.destroy_process_group() before",
         )
+    launcher = None if independent else _launcher()
+    if launcher is not None:
+        raise ConfigurationError(
+            f"this process is one of several: {launcher} says so. Each would train and "
+            "account for a model of its own, on the same data, and what they cost "
+            "together would stand nowhere",
+            f"start one process; or, if each is a run of its own, {otherwise}",
+        )
+
+
+def _launcher() -> str | None:
+    """The variable by which a launcher tells of several processes, with its value."""
+    for name in _SIZES:
+        size = os.environ.get(name, "").strip().lstrip("0")
+        if size.isascii() and size.isdecimal() and size != "1":
+            return f"{name}={size[:20]}"
+    return None
 
 
 def refuse_rounds(run_dir: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from curvedp._version import __version__
 from curvedp.accounting import Ledger, LedgerHeader, LedgerRecord, MemoryLedger
-from curvedp.accounting.records import ORACLE_NOTE, UNSAFE_NOTE
+from curvedp.accounting.records import INDEPENDENT_NOTE, ORACLE_NOTE, UNSAFE_NOTE
 from curvedp.errors import ConfigurationError, LedgerError
 from curvedp.plan import DEFAULT_NOISE_SOURCE, Plan
 from curvedp.storage import as_storage_error, clear_leftovers, make_folder
@@ -29,6 +29,7 @@ def open_ledger(
     recipe: str,
     optimiser: str,
     unsafe: bool,
+    independent: bool = False,
     oracle: bool = False,
     remarks: Sequence[str] = (),
 ) -> Ledger | MemoryLedger:
@@ -38,6 +39,8 @@ def open_ledger(
     checkpoints and journal have seen of it, or it is refused and left as it is.
     """
     notes = [*remarks]
+    if independent:
+        notes.append(INDEPENDENT_NOTE)
     if unsafe:
         notes.append(UNSAFE_NOTE)
     if oracle:

@@ -40,6 +40,8 @@ class PrivacySettings:
         allow_large_delta: accept a delta at or above one over the number of examples.
         secure: noise and sampling from a cryptographic generator, safe against attacks
             on floating-point noise. Needs the extra ``secure``.
+        independent_process: the process is one of several that a launcher started, and
+            each is a run of its own, whose epsilons add up.
     """
 
     epsilon: float | None = None
@@ -54,6 +56,7 @@ class PrivacySettings:
     accountant: str = "pld"
     allow_large_delta: bool = False
     secure: bool = False
+    independent_process: bool = False
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> PrivacySettings:
