@@ -117,7 +117,7 @@ def coupled_loss_is_refused():
 
 def changing_buffer_is_refused():
     model = CountsBatches()
-    refused(CouplingError, "buffer 'mean'", lambda: attach(examples(), model))
+    refused(CouplingError, "'mean' changed", lambda: attach(examples(), model))
 
 
 def unused_layer_is_refused():

@@ -34,7 +34,6 @@ from curvedp.layers.io import DirectIO, LayerIO, UnreachedIO
 from curvedp.layers.joined import joined
 from curvedp.layers.kept import Keeper
 from curvedp.layers.lean import lean_forward
-from curvedp.layers.memory import version
 from curvedp.layers.precision import exact
 from curvedp.layers.refuse import refuse_checkpointing
 from curvedp.layers.remade import Remaker
@@ -103,7 +102,6 @@ class Recording:
         swapped = self._values
         handles = []
         rewritten: dict[nn.Module, Callable[..., Any]] = {}
-        buffers = _buffer_versions(self._model)
         try:
             for item in self._covered:
                 site = item.site
@@ -136,7 +134,6 @@ class Recording:
                 handle.remove()
             if self._remaker is not None:
                 self._remaker.after_forward()
-        self._check_buffers(buffers)
         _refuse_copies(output)
         return output
 
@@ -229,17 +226,6 @@ class Recording:
             io = io.settled()
         if isinstance(io, DirectIO):
             call.settle(io)
-
-    def _check_buffers(self, before: Mapping[str, tuple[int, int]]) -> None:
-        after = _buffer_versions(self._model)
-        for name in sorted(before.keys() | after.keys()):
-            if before.get(name) != after.get(name):
-                raise CouplingError(
-                    f"the buffer {name!r} changed during a private forward pass: it "
-                    "would carry private data past the noise",
-                    "keep the layer from updating it (.eval() on that module, or "
-                    "track_running_stats=False), or replace the layer",
-                )
 
     @property
     def reached(self) -> bool:
@@ -361,8 +347,3 @@ def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Dimensions of the first tensor argument."""
     leaves, _ = tree_flatten((args, kwargs))
     return next((x.dim() for x in leaves if isinstance(x, Tensor)), 0)
-
-
-def _buffer_versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Identity and version of every buffer; both move when it is written to."""
-    return {n: (id(b), version(b)) for n, b in model.named_buffers()}

@@ -21,10 +21,12 @@ from curvedp.errors import CouplingError, CoverageError, CurvedpError
 from curvedp.layers.covered import Covered, tied_groups
 from curvedp.layers.follow import followed
 from curvedp.layers.footprint import activation_bytes
+from curvedp.layers.held import Place
 from curvedp.layers.recurrent import find_rewrite
 from curvedp.layers.resolve import first_names, resolve, subtree_site
 from curvedp.layers.rewrite import Rewrite
 from curvedp.layers.rules import Rule, Site, find_rule
+from curvedp.layers.state import State, written_anew
 from curvedp.layers.synthetic import Synthesiser
 from curvedp.layers.verify import PerExampleLoss, perturbed_parameters, verify
 
@@ -48,10 +50,12 @@ class Coverage:
     Attributes:
         covered: sites in the order of the model's modules.
         activation_bytes: what an example takes from the forward to the backward pass.
+        written_anew: attributes that every forward pass writes, whatever was there.
     """
 
     covered: tuple[Covered, ...]
     activation_bytes: int = 0
+    written_anew: frozenset[Place] = frozenset()
 
     @property
     def parameters(self) -> list[str]:
@@ -100,9 +104,11 @@ def cover(
     scanned = list(_scan(model))
     ruled = [(site, rule) for site, rule in scanned if rule is not None]
     unruled = [site for site, rule in scanned if rule is None]
-    with undisturbed(model):
+    with undisturbed(model) as state:
+        anew = written_anew(model, synthesise, seed)
         parameters = perturbed_parameters(model, seed)
         covered = resolve(model, ruled, unruled, synthesise, parameters, seed)
+        state.rewind()
         try:
             verify(model, covered, synthesise, loss, parameters, seed)
         except CurvedpError as refusal:
@@ -115,15 +121,14 @@ def cover(
                 raise refusal from None
             covered = other
         held = activation_bytes(model, covered, synthesise, parameters, seed)
-    return Coverage(tuple(covered), held)
+    return Coverage(tuple(covered), held, anew)
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Training mode for the checks; mode, buffers and random state come back after."""
+def undisturbed(model: nn.Module) -> Iterator[State]:
+    """Training mode for the checks; all that the model holds comes back after."""
     modes = {m: m.training for m in model.modules()}
-    buffers = [(m, dict(m._buffers)) for m in modes]
-    contents = [(b, b.clone()) for b in model.buffers()]
+    state = State(model)
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):
         try:
@@ -131,16 +136,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 # a frozen BatchNorm was accepted because it is in evaluation mode
                 if not isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.training = True
-            yield
+            state.open(weights=False)
+            yield state
         finally:
+            state.rewind()
             for module, mode in modes.items():
                 module.training = mode
-            for module, own in buffers:  # one may have been replaced, or added
-                module._buffers.clear()
-                module._buffers.update(own)
-            with torch.no_grad():
-                for buffer, content in contents:
-                    buffer.copy_(content)
 
 
 def refuse_structure(model: nn.Module) -> None:

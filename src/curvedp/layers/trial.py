@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from curvedp.layers.direct import ExpandedServer, RuleServer, float_tensors
 from curvedp.layers.functional import call_with
 from curvedp.layers.io import LayerIO
 from curvedp.layers.rewrite import NO_TAPE, RewrittenServer, forwards
+from curvedp.layers.state import State
 from curvedp.layers.synthetic import Batch, Synthesiser, as_call
 from curvedp.layers.tolerance import close
 
@@ -72,6 +74,13 @@ class Trial:
 
     copied: bool = False
 
+    @cached_property
+    def start(self) -> State:
+        """What the model holds before the first pass; every pass begins with it."""
+        state = State(self.model)
+        state.open(weights=False)
+        return state
+
     def cast(self, batch: Batch) -> Batch:
         """The batch in the dtype of a copy; the model itself takes it as it is."""
         return _doubled(batch) if self.copied else batch
@@ -87,6 +96,7 @@ class Trial:
         Fused modules are rewritten here too, which draw dropout masks of their own;
         that both forwards compute the same has been seen before.
         """
+        self.start.rewind()
         torch.manual_seed(self.seed)
         args, kwargs = as_call(batch.inputs)
         rewritten = {}
@@ -132,6 +142,7 @@ class Trial:
 
     def record(self, batch: Batch) -> tuple[Recording, Tensor]:
         """A recorded forward and backward pass, and its losses."""
+        self.start.rewind()
         torch.manual_seed(self.seed)
         recording = Recording(self.model, self.covered, self.size)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from curvedp.plan import Plan
 from curvedp.probes import LabelRule, Probe, PublicProbe
 from curvedp.recipes import Curvature, Recipe, get_recipe
 from curvedp.sampling import People, Prepare
+from curvedp.train.checkpoint import kept_weight
 from curvedp.train.datasets import Augment, TrainingData, chosen_views
 from curvedp.train.engine import Engine
 from curvedp.train.fitting import AUTO, fitting_rows
@@ -273,6 +275,8 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
             precision=forward,
             norms=norms,
             secret=secret,
+            synthetic=synthetic,
+            kept=partial(kept_weight, folder),
         )
         return Private(
             engine,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from curvedp.train.tensors import read_tensors, write_tensors
 __all__ = [
     "Checkpoint",
     "checkpoint_folders",
+    "kept_weight",
     "load_checkpoint",
     "read_head",
     "save_checkpoint",
@@ -136,6 +137,19 @@ def read_head(path: Path) -> tuple[str, tuple[int, str] | None]:
     with _refusing(path):
         content = _read_content(path)
         return str(content["run_id"]), _head_from_json(content.get("ledger"))
+
+
+def kept_weight(run: Path | None, name: str) -> Tensor | None:
+    """A weight or buffer of a run's newest checkpoint that can be used, if it has one.
+
+    Args:
+        run: the run folder.
+        name: of the parameter.
+    """
+    for path in [] if run is None else checkpoint_folders(run / "checkpoints")[::-1]:
+        with suppress(CheckpointError):
+            return load_checkpoint(path).model.get(name)
+    return None
 
 
 def _read_content(path: Path) -> dict[str, Any]:

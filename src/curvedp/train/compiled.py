@@ -39,8 +39,14 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from curvedp.errors import ConfigurationError, CurvedpError, private_text_shown
+from curvedp.errors import (
+    ConfigurationError,
+    CouplingError,
+    CurvedpError,
+    private_text_shown,
+)
 from curvedp.layers import LayerIO, Synthesiser
+from curvedp.layers.memory import version
 from curvedp.layers.widened import changed
 from curvedp.train.passes import RecordedPass
 
@@ -155,8 +161,12 @@ class CompiledPass:
             for i, tensor in zip(where, tensors, strict=True):
                 leaves[i] = tensor
             values, buffers, x, y = tree_unflatten(leaves, given.spec)
+            before = {name: version(b) for name, b in buffers.items()}
             with _with_buffers(self._recorded.model, buffers):
                 ios, loss = self._recorded(x, y, point=values, keep_inputs=kept)
+            for name, buffer in buffers.items():
+                if version(buffer) != before[name]:
+                    raise _changes_buffer(name)
             pattern[:] = ios
             return [*_tensors(ios), loss]
 
@@ -334,6 +344,16 @@ def _within(ours: list[Tensor], theirs: list[Tensor], allowed: Sequence[float]) 
     """Whether each example's values are those of eager mode, up to so much."""
     pairs = zip(ours, theirs, allowed, strict=True)
     return all(x.shape == y.shape and _longest(x - y) <= far for x, y, far in pairs)
+
+
+def _changes_buffer(name: str) -> CouplingError:
+    return CouplingError(
+        f"the buffer {name!r} changed during a private forward pass: it would carry "
+        "private data past the noise",
+        "keep the layer from updating it (.eval() on that module, or "
+        "track_running_stats=False), or leave compile out: caches and counters may "
+        "change in a pass that is not compiled",
+    )
 
 
 def _not_compilable(error: Exception) -> ConfigurationError:

@@ -21,6 +21,7 @@ from curvedp.clipping import clipped_sum
 from curvedp.errors import LoopError
 from curvedp.layers import Coverage, LayerIO, PerExampleLoss, Recording, Synthesiser
 from curvedp.layers.precision import NormPrecision
+from curvedp.layers.state import State
 from curvedp.noise import RandomStreams
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalBatch, PhysicalLoader, Views
@@ -64,6 +65,8 @@ class Engine(Releasing):
         loader: draws and cuts the batches.
         precision: of the model's forward pass.
         norms: precision of the norms.
+        synthetic: makes rows of the model's shapes.
+        kept: finds weights of the last checkpoint by name.
 
     The other arguments, and what is known of where the run stands, are those of
     :class:`curvedp.train.releasing.Releasing`.
@@ -86,6 +89,8 @@ class Engine(Releasing):
         precision: ForwardPrecision | None = None,
         norms: NormPrecision = NormPrecision.WIDE,
         secret: RunSecret | None = None,
+        synthetic: Synthesiser | None = None,
+        kept: Callable[[str], Tensor | None] | None = None,
     ) -> None:
         named = dict(model.named_parameters())
         super().__init__(
@@ -108,10 +113,18 @@ class Engine(Releasing):
         self._compiled: CompiledPass | None = None
         self._loader = loader
         self._attached = Attached(model, optimizer, self.parameters)
+        self.state = State(
+            model,
+            coverage.written_anew,
+            synthetic,
+            kept,
+            when_weights_moved=self._end,
+        )
         self._open = _Open()
         self._walk: object = None
         self._rows = LoopRows(self.physical_batch_size)
         self._scale: Callable[[], float] = lambda: 1.0
+        self._ended = False
 
     def set_scale(self, scale: Callable[[], float]) -> None:
         """What the loss's gradients are to be multiplied with, asked at each batch.
@@ -142,18 +155,23 @@ class Engine(Releasing):
         self._open = _Open()  # a batch that an earlier loop left behind is not released
         self._walk = walk = object()
         stop = self.step + min(steps, self.steps_left)
-        for batch in self._loader.steps(self.step, stop):
-            if self._walk is not walk:
-                raise LoopError(
-                    "another pass over private.loader has begun since: both would give "
-                    "the same portions, and the step would hold each of them twice",
-                    "take batches from one iterator of private.loader at a time",
-                )
-            self._take_in()
-            self._open.batch = batch
-            self._open.given = self._rows.given(batch.data)
-            self._open.recording = None
-            yield batch
+        try:
+            for batch in self._loader.steps(self.step, stop):
+                if self._walk is not walk:
+                    raise LoopError(
+                        "another pass over private.loader has begun since: both would "
+                        "give the same portions, and the step would hold each of them "
+                        "twice",
+                        "take batches from one iterator of private.loader at a time",
+                    )
+                self._take_in()
+                self._open.batch = batch
+                self._open.given = self._rows.given(batch.data)
+                self._open.recording = None
+                yield batch
+        finally:
+            if self._walk is walk:
+                self.state.close(quietly=True)
 
     def _take_in(self) -> None:
         """Accumulate a portion that the loop left without ``optimizer.step()``.
@@ -199,7 +217,7 @@ class Engine(Releasing):
                 "loop calls the model itself",
                 "use private.train_on(batch) in the loop, or leave compile out",
             )
-        self._attached.refuse_changes()
+        self._begin()
         named = {f"argument {i}": x for i, x in enumerate(args, 1)}
         self.require_rows("private.model", named | kwargs)
         recording = self._precision.recording(
@@ -208,15 +226,44 @@ class Engine(Releasing):
             self.physical_batch_size,
             self.plan.clipping.measured_sites,
         )
-        self._open.recording = recording
         with self._precision.during_forward():
             output = recording.forward(args, kwargs, self._point())
+            self.state.after_forward(args, kwargs)
+        self._open.recording = recording
         return self._precision.outputs(output)
 
     def require_rows(self, where: str, values: Mapping[str, Any]) -> None:
         """Refuse what are not the rows of the open batch, if there is one."""
         if self._open.given is not None:
             self._open.given.require(where, values)
+
+    def _end(self) -> None:
+        """Weights have held what nobody paid for: nothing goes on from them."""
+        self._ended = True
+        self.ledger.close()
+
+    def _begin(self) -> None:
+        """What was checked is still there; what the model holds is looked at."""
+        if self._ended:
+            raise LoopError(
+                "the run was closed: a private pass had written to its weights",
+                "take the write out of the model, and resume from the last checkpoint "
+                "or begin a new run",
+            )
+        self._attached.refuse_changes()
+        self.state.close()  # of a pass that was given up
+        other = self.state.open()
+        self._attached.refuse_rebuilt(closely=other)
+
+    def unrecorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A pass without gradients; between two batches it is the user's alone."""
+        if self._open.batch is None or self.state.is_open:
+            return self.model(*args, **kwargs)
+        self.state.open()
+        output = self.model(*args, **kwargs)
+        self.state.after_forward(args, kwargs)
+        self.state.close()
+        return output
 
     def require_backward(self) -> tuple[PhysicalBatch, Recording]:
         """The open batch and its recorded pass, or an error naming what is missing."""
@@ -234,7 +281,9 @@ class Engine(Releasing):
     def accumulate(self) -> bool:
         """Clip what the backward pass brought; True when the logical batch is whole."""
         batch, recording = self.require_backward()
-        return self._take(recording.layer_ios(), batch, self._scale())
+        ios = recording.layer_ios()
+        self.state.close()
+        return self._take(ios, batch, self._scale())
 
     def _take(self, ios: Sequence[LayerIO], batch: PhysicalBatch, scale: float) -> bool:
         return self._merge(self.clip(ios, batch.present, batch.step, scale), batch)
@@ -270,6 +319,7 @@ class Engine(Releasing):
             point=self._point(),
             keep_inputs=self.plan.clipping.measured_sites,
         )
+        self.state.close(quietly=True)
         return self._take(ios, opened, float(self.physical_batch_size))
 
     def accumulate_graphed(self, graphed: GraphedPass, batch: tuple[Any, Any]) -> bool:
@@ -283,6 +333,7 @@ class Engine(Releasing):
             step=opened.step,
             point=self._point(),
         )
+        self.state.close(quietly=True)
         return self._merge(part, opened)
 
     def _unpassed(self, batch: tuple[Any, Any]) -> PhysicalBatch:
@@ -290,11 +341,11 @@ class Engine(Releasing):
         opened = self._open.batch
         if opened is None:
             raise LoopError(*_NO_BATCH)
-        self._attached.refuse_changes()
         self._attached.refuse_foreign_gradients()
         inputs, targets = batch
         values = {"inputs": inputs, "targets": targets}
         self.require_rows("private.train_on", values)
+        self._begin()
         return opened
 
     def compiled(

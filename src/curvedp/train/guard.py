@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from curvedp.errors import ConfigurationError, CoverageError, LoopError
+from curvedp.train.built import Built
 
 __all__ = [
     "Attached",
@@ -108,6 +109,7 @@ class Attached:
     ) -> None:
         self._model, self._optimizer, self._covered = model, optimizer, covered
         self._seen: list[int | bool] = []
+        self._built = Built(model)
 
     def refuse_changes(self) -> None:
         """As :func:`refuse_changes`, at little cost where nothing was changed."""
@@ -121,6 +123,14 @@ class Attached:
         if seen != self._seen:
             refuse_changes(self._model, self._optimizer, self._covered)
             self._seen = seen
+
+    def refuse_rebuilt(self, *, closely: bool) -> None:
+        """Refuse modules, hooks and forwards other than those that were checked.
+
+        Args:
+            closely: something in the model is another than at the last look.
+        """
+        self._built.refuse_changes(closely=closely)
 
     def refuse_foreign_gradients(self) -> None:
         """See :func:`refuse_foreign_gradients`."""

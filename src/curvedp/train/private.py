@@ -45,6 +45,7 @@ from curvedp.train.checkpoint import (
 )
 from curvedp.train.compiled import CompiledPass
 from curvedp.train.datasets import moved
+from curvedp.train.encoding import encode_state
 from curvedp.train.engine import Engine
 from curvedp.train.explained import StepPlan
 from curvedp.train.graph import GraphedPass
@@ -98,6 +99,8 @@ class Private:
         self._loss_used = False
         self._reduction = loss_reduction or "mean"
         self._run_dir = run_dir
+        if run_dir is not None:
+            encode_state(self._spoken(), {})  # or a checkpoint would fail, after a step
         self._passed = passed
         self._synthetic = synthetic
         self._tried = tried or Rehearsed("nothing")
@@ -311,12 +314,13 @@ class Private:
             self._engine.journal.drop_before(oldest)
 
     def _checkpoint(self, extra: dict[str, Any]) -> Checkpoint:
+        whole = self._engine.model.state_dict()
         return Checkpoint(
             step=self.step,
             run_id=self._engine.ledger.header.run_id,
             facts=self._facts(),
-            model=self._engine.model.state_dict(),
-            state={**self._state(), "extra": extra},
+            model={n: v for n, v in whole.items() if isinstance(v, Tensor)},
+            state={**self._state(), "extra": extra, **self._spoken()},
             ledger=self._engine.ledger.head(),
         )
 
@@ -345,9 +349,8 @@ class Private:
         if folders:
             checkpoint = load_checkpoint(folders[-1])
             self._check_facts(checkpoint.facts, str(folders[-1]))
-            self._load(
-                checkpoint.state, checkpoint.model, f"{folders[-1]}", checkpoint.step
-            )
+            model = {**checkpoint.model, **checkpoint.state.get("spoken", {})}
+            self._load(checkpoint.state, model, f"{folders[-1]}", checkpoint.step)
             extra = checkpoint.state["extra"]
         self._engine.recover()
         if journal is not None:
@@ -374,10 +377,16 @@ class Private:
             "noise": self._engine.noise.stored(),
         }
 
+    def _spoken(self) -> dict[str, Any]:
+        """What modules say of themselves (``get_extra_state``) that is no tensor."""
+        whole = self._engine.model.state_dict()
+        said = {name: v for name, v in whole.items() if not isinstance(v, Tensor)}
+        return {"spoken": said} if said else {}
+
     def _load(
         self,
         state: dict[str, Any],
-        model: dict[str, Tensor],
+        model: dict[str, Any],
         what: str = "the stored state",
         step: int | None = None,
     ) -> None:

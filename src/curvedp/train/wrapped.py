@@ -37,7 +37,7 @@ class PrivateModel(nn.Module):
         with withheld("private.model"):
             if self.training and torch.is_grad_enabled():
                 return self._engine.forward(args, kwargs)
-            return self.module(*args, **kwargs)
+            return self._engine.unrecorded(args, kwargs)
 
     def train(self, mode: bool = True) -> PrivateModel:
         """As usual, but a BatchNorm that was frozen when it was attached stays so."""
@@ -46,6 +46,7 @@ class PrivateModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        self._engine.state.require_closed()
         return dict(self.module.state_dict(*args, **kwargs))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,166 @@
+"""What pieces of memory hold, bit by bit, however it was written.
+
+A version counter does not move when somebody writes through ``.data`` or numpy, so the
+bits themselves are compared. As long as it is little, all of it is copied, which also
+says what to put back. Beyond that a piece is *printed*: rows of its 32-bit words times
+odd random numbers, added up modulo 2^32. One word that changed always shows, several
+stay hidden with a chance of 2^-32, whatever they are. The numbers are drawn for the
+process: nobody can aim between them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Contents"]
+
+#: Bytes of which copies are held; the smallest pieces come first.
+COPIED = 2**26
+
+#: Words in a row of a print, and in what is multiplied at a time.
+_ROW = 2**14
+_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
+
+_NUMBERS: dict[torch.device, Tensor] = {}
+
+
+class Contents:
+    """Bits of the memory that some tensors lie in.
+
+    Args:
+        tensors: of any layout that has memory of its own; others are left out.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.words: list[Tensor | None] = [None] * len(tensors)
+        known: set[int] = set()
+        for i, t in enumerate(tensors):
+            piece = _words(t)
+            if piece is not None and piece.data_ptr() not in known:
+                known.add(piece.data_ptr())
+                self.words[i] = piece
+        sizes = {i: w.numel() * w.element_size() for i, w in self._pieces()}
+        self._groups: dict[object, list[int]] = {}
+        self._printed: list[int] = []
+        room = COPIED
+        for i in sorted(sizes, key=sizes.__getitem__):
+            room -= sizes[i]
+            piece = self._piece(i)
+            key = (piece.device, piece.dtype)
+            kept = self._groups.setdefault(key, []) if room >= 0 else self._printed
+            kept.append(i)
+        self._held: dict[object, Tensor] = {}
+        self._prints: dict[int, Tensor] = {}
+
+    def hold(self) -> None:
+        """Remember what they hold now."""
+        with torch.no_grad():
+            for key, members in self._groups.items():
+                if members:
+                    pieces = [self._piece(i) for i in members]
+                    self._held[key] = _joined(pieces, self._held.get(key))
+            self._prints = {i: _print(self._piece(i)) for i in self._printed}
+
+    def changed(self, *, printed: bool = True) -> list[int]:
+        """Which tensors' memory holds something else now; or of those copied alone."""
+        found: list[int] = []
+        for key, members in self._groups.items():
+            if members:
+                found += self._changed_in(members, self._held[key])
+        for i, then in self._prints.items() if printed else ():
+            if not torch.equal(_print(self._piece(i)), then):
+                found.append(i)
+        return found
+
+    def restore(self, i: int) -> bool:
+        """Put back what a tensor's memory held; False where no copy is there."""
+        then = self.copy_of(i)
+        if then is not None:
+            with torch.no_grad():
+                self._piece(i).copy_(then)
+        return then is not None
+
+    def copy_of(self, i: int) -> Tensor | None:
+        """What its memory held, as words."""
+        for key, members in self._groups.items():
+            at = 0
+            for member in members:
+                size = self._piece(member).numel()
+                if member == i:
+                    return self._held[key][at : at + size]
+                at += size
+        return None
+
+    def was(self, i: int, other: Tensor) -> bool:
+        """Whether a printed tensor's memory held just this."""
+        words = _words(other.to(self._piece(i).device))
+        then = self._prints.get(i)
+        if words is None or then is None or words.shape != self._piece(i).shape:
+            return False
+        return torch.equal(_print(words), then)
+
+    def _changed_in(self, members: list[int], held: Tensor) -> list[int]:
+        if held.is_cuda:  # one answer to wait for, where all is well
+            pieces = [self._piece(i) for i in members]
+            if torch.equal(_joined(pieces, None), held):
+                return []
+        found, at = [], 0
+        for i in members:
+            piece = self._piece(i)
+            if not torch.equal(piece, held[at : at + piece.numel()]):
+                found.append(i)
+            at += piece.numel()
+        return found
+
+    def _pieces(self) -> list[tuple[int, Tensor]]:
+        return [(i, w) for i, w in enumerate(self.words) if w is not None]
+
+    def _piece(self, i: int) -> Tensor:
+        piece = self.words[i]
+        assert piece is not None
+        return piece
+
+
+def _words(t: Tensor) -> Tensor | None:
+    """The memory that a tensor lies in, as whole numbers; None where it has none."""
+    try:
+        storage = t.untyped_storage()
+        size = storage.nbytes()
+        if size == 0 or t.device.type == "meta" or storage.data_ptr() == 0:
+            return None
+    except (RuntimeError, NotImplementedError):  # sparse, wrapped, traced
+        return None
+    wide = size % 4 == 0
+    empty = torch.empty(0, dtype=torch.int32 if wide else torch.uint8, device=t.device)
+    return empty.set_(storage, 0, (size // 4 if wide else size,), (1,))
+
+
+def _joined(pieces: list[Tensor], out: Tensor | None) -> Tensor:
+    return torch.cat(pieces) if out is None else torch.cat(pieces, out=out)
+
+
+def _print(words: Tensor) -> Tensor:
+    """Sums of rows times odd numbers; the last row may be short."""
+    numbers = _numbers(words.device)
+    body = len(words) // _ROW * _ROW
+    rows = max(1, _AT_A_TIME.get(words.device.type, 2**20) // _ROW)
+    found = [
+        (part * numbers).sum(1)
+        for part in words[:body].view(-1, _ROW).split(rows)
+        if body
+    ]
+    rest = words[body:]
+    found.append((rest * numbers[: len(rest)]).sum().view(1))
+    return torch.cat(found)
+
+
+def _numbers(device: torch.device) -> Tensor:
+    if device not in _NUMBERS:
+        generator = torch.Generator().manual_seed(secrets.randbits(63))
+        drawn = torch.randint(-(2**31), 2**31, (_ROW,), generator=generator)
+        _NUMBERS[device] = (drawn.to(torch.int32) | 1).to(device)
+    return _NUMBERS[device]

@@ -1,0 +1,375 @@
+"""All that a model holds: what a pass could leave in it, and how that is put back.
+
+A model is an ordinary object. Besides parameters and buffers there are attributes of
+its modules, lists and dictionaries in them, objects that are no modules; whoever
+pickles the model takes all of it along. So everything that can be reached from the
+model's attributes is looked at:
+
+- *containers* (dictionaries, lists, deques, sets, objects with attributes): the same
+  values, by identity, under the same keys. What is bound anew shows here.
+- *tensors*: the same memory and shape. What the memory holds is looked at by
+  :class:`curvedp.layers.contents.Contents`, since ``.data`` and numpy write without
+  moving a version counter.
+- *arrays and other buffers*, and small things that only pickle can look into: their
+  bytes.
+
+Random generators are left alone: to draw is no memory of the data. So are loggers,
+locks, data sets, optimisers and curvedp's own objects, which are no part of a model's
+state although a model may hold them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pickle
+import random
+import re
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from curvedp.errors import CoverageError
+
+__all__ = ["Leaf", "Node", "Place", "Scan", "missing", "scan"]
+
+#: A module's full name, and its attribute or buffer; None for the module's own
+#: dictionaries, whose keys are the attributes.
+Place = tuple[str, str | None]
+
+#: Types whose values never change. Functions are pickled by name: no state is in them.
+_ATOMS = {
+    type(None), bool, int, float, complex, str, bytes, type, range, slice, object,
+    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, torch.dtype,
+    torch.device, torch.Size, torch.layout, torch.memory_format, re.Pattern,
+    type(Ellipsis), weakref.ref, property, staticmethod, classmethod,
+}  # fmt: skip
+
+_LEFT_ALONE = (
+    torch.Generator,
+    random.Random,
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.random.RandomState,
+    np.generic,
+    torch.optim.Optimizer,
+    torch.utils.data.Dataset,
+    torch.utils.data.DataLoader,
+    type,
+)
+_FOREIGN = ("curvedp.", "logging", "threading", "_thread", "torch._", "torch.fx")
+_OWN_DICTS = {"_parameters", "_buffers", "_modules"}
+
+#: Bytes of what only pickle can look into; what takes more is left alone.
+PICKLED = 2**16
+
+#: Containers in one model: a graph of objects beyond it is no model's state.
+MOST = 200_000
+
+#: Stands where there is no value.
+missing = object()
+
+
+class Node:
+    """A container and what it held.
+
+    Attributes:
+        container: a dictionary, list, deque or set of the model's.
+        where: its place.
+    """
+
+    __slots__ = ("_keys", "_values", "container", "where")
+
+    def __init__(self, container: Any, where: Place) -> None:
+        self.container = container
+        self.where = where
+        self._keys, self._values = _content(container)
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is a module's own dictionary, and none of its registers."""
+        return self.where[1] is None and "_buffers" in self.container
+
+    def same(self) -> bool:
+        """Whether it holds the same values, by identity, in the same order."""
+        container, values = self.container, self._values
+        if len(container) != len(values):
+            return False
+        if self._keys is None:
+            return all(map(is_, container, values))
+        held = dict.values(container)
+        return all(map(is_, held, values)) and all(
+            map(is_, dict.keys(container), self._keys)
+        )
+
+    def changed_keys(self) -> list[Any]:
+        """Keys of a dictionary under which another value stands now."""
+        assert self._keys is not None
+        then = dict(zip(self._keys, self._values, strict=True))
+        now = self.container
+        found = [k for k in then if now.get(k, missing) is not then[k]]
+        found += [k for k in now if k not in then]
+        return found or list(then)  # only the order is another
+
+    def content(self) -> tuple[list[Any] | None, list[Any]]:
+        """Keys, if it has any, and values as they are now."""
+        return _content(self.container)
+
+    def restore(self) -> None:
+        """Put back what it held."""
+        if not self.same():
+            self.fill(self._keys, self._values)
+
+    def restore_key(self, key: Any) -> None:
+        """Put back what a dictionary held under one key."""
+        assert self._keys is not None
+        then = dict(zip(self._keys, self._values, strict=True))
+        if key in then:
+            self.container[key] = then[key]
+        else:
+            self.container.pop(key, None)
+
+    def fill(self, keys: list[Any] | None, values: list[Any]) -> None:
+        """Let it hold these values."""
+        container = self.container
+        container.clear()
+        if keys is not None:
+            container.update(zip(keys, values, strict=True))
+        elif isinstance(container, set):
+            container.update(values)
+        else:
+            container.extend(values)
+
+
+def _content(container: Any) -> tuple[list[Any] | None, list[Any]]:
+    if isinstance(container, dict):
+        return list(dict.keys(container)), list(dict.values(container))
+    return None, list(container)
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """Something that is written into where it stands, and no tensor.
+
+    Attributes:
+        where: its place.
+        read: its bytes now.
+        write: puts bytes back; None if it can only be replaced.
+        then: its bytes when it was looked at.
+        value: what stands there, if it can only be replaced.
+        held: what its bytes stand for, if they do not tell it.
+    """
+
+    where: Place
+    read: Callable[[], bytes]
+    write: Callable[[bytes], None] | None
+    then: bytes
+    value: Any = None
+    held: Callable[[], Any] | None = None
+
+    def same(self) -> bool:
+        """Whether it holds the same bytes."""
+        return self.read() == self.then
+
+
+@dataclass
+class Scan:
+    """What was found in a model.
+
+    Attributes:
+        nodes: containers with something in them.
+        empty: containers without, which are looked at all at once.
+        tensors: with their places, parameters among them.
+        leaves: arrays and other things with bytes.
+        speaking: modules with a ``get_extra_state`` of their own.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    empty: list[Node] = field(default_factory=list)
+    tensors: list[tuple[Tensor, Place]] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    speaking: list[tuple[nn.Module, Place]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._hollow: list[Any] = []
+
+    def add(self, container: Any, where: Place) -> None:
+        """Take a container in."""
+        node = Node(container, where)
+        (self.nodes if container else self.empty).append(node)
+        if not container:
+            self._hollow.append(container)
+        if len(self.nodes) > MOST:
+            raise CoverageError(
+                f"the module {where[0]!r} holds more than {MOST} Python containers "
+                f"(in {where[1]!r}): nobody can watch over them in every pass",
+                "keep data sets and tables outside of the model, or as tensors",
+            )
+
+    def same(self) -> bool:
+        """Whether every container holds what it did."""
+        return not any(self._hollow) and all(node.same() for node in self.nodes)
+
+    def replace(self, old: Any, new: Any) -> None:
+        """Let every container that holds one value hold another one."""
+        for node in self.nodes:
+            keys, values = node.content()
+            if any(value is old for value in values):
+                node.fill(keys, [new if value is old else value for value in values])
+
+    def other(self) -> list[Node]:
+        """Containers that hold something else."""
+        full = [node for node in self.nodes if not node.same()]
+        return full + [node for node in self.empty if node.container]
+
+
+def scan(model: nn.Module) -> Scan:
+    """Look at everything that can be reached from a model's attributes."""
+    found = Scan()
+    names = {id(module): name for name, module in model.named_modules()}
+    seen: dict[int, Any] = {}
+    waiting: list[tuple[Any, Place]] = [(model, ("", None))]
+    while waiting:
+        value, where = waiting.pop()
+        if type(value) in _ATOMS or id(value) in seen:
+            continue
+        seen[id(value)] = value  # as long as it is there, its id is its own
+        waiting += _look(value, where, names, found)
+    return found
+
+
+def _look(
+    value: Any, where: Place, names: dict[int, str], found: Scan
+) -> Iterator[tuple[Any, Place]]:
+    """Take a value in; what it holds is to be looked at in turn."""
+    if isinstance(value, Tensor):
+        found.tensors.append((value, where))
+        yield value.__dict__, where
+    elif isinstance(value, nn.Module):
+        yield from _look_into_module(value, where, names, found)
+    elif isinstance(value, dict):
+        found.add(value, where)
+        for key, held in dict.items(value):
+            yield held, where if where[1] is not None else (where[0], str(key))
+        yield getattr(value, "__dict__", None), where
+    elif isinstance(value, list | deque | set):
+        found.add(value, where)
+        yield from ((held, where) for held in value)
+        yield getattr(value, "__dict__", None), where
+    elif isinstance(value, tuple | frozenset):
+        yield from ((held, where) for held in value)
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        found.leaves.append(_array_leaf(value, where))
+    elif isinstance(value, types.MethodType):
+        yield value.__self__, where
+    elif isinstance(value, functools.partial):
+        yield from ((held, where) for held in (value.args, value.keywords))
+    elif not isinstance(value, _LEFT_ALONE) and not _is_foreign(type(value)):
+        yield from _look_into_object(value, where, found)
+
+
+def _look_into_module(
+    module: nn.Module, where: Place, names: dict[int, str], found: Scan
+) -> Iterator[tuple[Any, Place]]:
+    name = names.get(id(module))
+    inside = name is None  # in a list or an object, hidden from torch
+    own = vars(module)
+    here: Place = where if name is None else (name, None)
+    found.add(own, here)
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        found.speaking.append((module, here))
+    for key, held in own.items():
+        attribute = None if key in _OWN_DICTS else key
+        yield held, where if inside else (name or "", attribute)
+
+
+def _look_into_object(
+    value: Any, where: Place, found: Scan
+) -> Iterator[tuple[Any, Place]]:
+    own = getattr(value, "__dict__", None)
+    slots = _slots(value)
+    if isinstance(own, dict):
+        yield own, where
+    if slots:
+        yield from ((getattr(value, name, None), where) for name in slots)
+        found.leaves.append(_slots_leaf(value, slots, where))
+    if not isinstance(own, dict) and not slots:
+        leaf = _buffer_leaf(value, where) or _pickled_leaf(value, where)
+        if leaf is not None:
+            found.leaves.append(leaf)
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.startswith(_FOREIGN)
+
+
+def _slots(value: Any) -> list[str]:
+    kinds = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = itertools.chain.from_iterable(
+        (slots,) if isinstance(slots, str) else slots for slots in kinds
+    )
+    return [n for n in names if n not in ("__dict__", "__weakref__")]
+
+
+def _slots_leaf(value: Any, names: list[str], where: Place) -> Leaf:
+    held = {n: getattr(value, n, missing) for n in names}
+
+    def read() -> bytes:
+        same = all(getattr(value, n, missing) is held[n] for n in names)
+        return b"same" if same else b"other"
+
+    def write(_: bytes) -> None:
+        for n, then in held.items():
+            if then is not missing:
+                object.__setattr__(value, n, then)
+            elif hasattr(value, n):
+                object.__delattr__(value, n)
+
+    def values() -> list[Any]:
+        return [getattr(value, n, missing) for n in names]
+
+    return Leaf(where, read, write, b"same", held=values)
+
+
+def _array_leaf(array: Any, where: Place) -> Leaf:
+    def write(then: bytes) -> None:
+        array[...] = np.frombuffer(then, array.dtype).reshape(array.shape)
+
+    return Leaf(where, array.tobytes, write, array.tobytes())
+
+
+def _buffer_leaf(value: Any, where: Place) -> Leaf | None:
+    try:
+        view = memoryview(value)
+    except TypeError:
+        return None
+    then = view.tobytes()
+    view.release()  # or it could not grow
+
+    def write(content: bytes) -> None:
+        value[:] = (
+            type(value)(content)
+            if isinstance(value, bytearray)
+            else (type(value)(value.typecode, content))
+        )
+
+    return Leaf(where, lambda: memoryview(value).tobytes(), write, then)
+
+
+def _pickled_leaf(value: Any, where: Place) -> Leaf | None:
+    """What pickle says of it; what cannot be pickled does not leave with the model."""
+    try:
+        then = pickle.dumps(value)
+    except Exception:  # of whatever kind
+        return None
+    if len(then) > PICKLED:
+        return None
+    return Leaf(where, lambda: pickle.dumps(value), None, then, value)
