@@ -5,7 +5,7 @@ from __future__ import annotations
 from curvedp import Trainer
 from curvedp.accounting import Ledger
 from curvedp.clipping import bounded, rules
-from curvedp.layers import coverage, resolve, rounding, state, verify
+from curvedp.layers import anew, coverage, resolve, rounding, verify
 from curvedp.noise import GaussianMechanism, RandomStreams, Stream
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalLoader
@@ -91,8 +91,8 @@ FAULTS = [
         "5 buffer changed in the forward pass",
         checks.changing_buffer_is_refused,
         (
-            Patch(state.written_anew, "if hard:", "if False:"),
-            Patch(state.written_anew, "if kept_on or", "if"),
+            Patch(anew.written_anew, "if hard:", "if False:"),
+            Patch(anew.written_anew, "if kept_on or", "if"),
         ),
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""What was checked is what runs: a model that was rebuilt after attaching is refused."""
+"""What was checked is what runs: a model that was rebuilt since is refused."""
 
 from __future__ import annotations
 

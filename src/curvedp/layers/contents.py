@@ -150,7 +150,7 @@ def _print(words: Tensor) -> Tensor:
     rows = max(1, _AT_A_TIME.get(words.device.type, 2**20) // _ROW)
     found = [
         (part * numbers).sum(1)
-        for part in words[:body].view(-1, _ROW).split(rows)
+        for part in torch.split(words[:body].view(-1, _ROW), rows)
         if body
     ]
     rest = words[body:]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from curvedp.errors import CouplingError, CoverageError, CurvedpError
+from curvedp.layers.anew import written_anew
 from curvedp.layers.covered import Covered, tied_groups
 from curvedp.layers.follow import followed
 from curvedp.layers.footprint import activation_bytes
@@ -26,7 +27,7 @@ from curvedp.layers.recurrent import find_rewrite
 from curvedp.layers.resolve import first_names, resolve, subtree_site
 from curvedp.layers.rewrite import Rewrite
 from curvedp.layers.rules import Rule, Site, find_rule
-from curvedp.layers.state import State, written_anew
+from curvedp.layers.state import State
 from curvedp.layers.synthetic import Synthesiser
 from curvedp.layers.verify import PerExampleLoss, perturbed_parameters, verify
 

@@ -28,6 +28,7 @@ from curvedp.layers.copies import Copies, Meetings
 from curvedp.layers.functional import call_with
 from curvedp.layers.io import DirectIO, LayerIO
 from curvedp.layers.rules import Call, Rule, Site
+from curvedp.layers.spectral import spectral_norms_at_rest
 
 __all__ = [
     "Expanded",
@@ -193,7 +194,7 @@ class VmapServer:
 
         dims = [0 if batched else None for batched in self.batched]
         mapped = vmap(one, in_dims=(dims, 0), randomness="different")
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), spectral_norms_at_rest(module):
             # torch warns of operators that it maps one example at a time; that is
             # slower and just as exact
             warnings.filterwarnings("ignore", message=".*batching rule.*")

@@ -84,19 +84,16 @@ class Node:
     Attributes:
         container: a dictionary, list, deque or set of the model's.
         where: its place.
+        register: "_parameters", "_buffers" or "_modules" of a module, or "".
     """
 
-    __slots__ = ("_keys", "_values", "container", "where")
+    __slots__ = ("_keys", "_values", "container", "register", "where")
 
-    def __init__(self, container: Any, where: Place) -> None:
+    def __init__(self, container: Any, where: Place, register: str = "") -> None:
         self.container = container
         self.where = where
+        self.register = register
         self._keys, self._values = _content(container)
-
-    @property
-    def is_module(self) -> bool:
-        """Whether it is a module's own dictionary, and none of its registers."""
-        return self.where[1] is None and "_buffers" in self.container
 
     def same(self) -> bool:
         """Whether it holds the same values, by identity, in the same order."""
@@ -201,9 +198,9 @@ class Scan:
     def __post_init__(self) -> None:
         self._hollow: list[Any] = []
 
-    def add(self, container: Any, where: Place) -> None:
+    def add(self, container: Any, where: Place, register: str = "") -> None:
         """Take a container in."""
-        node = Node(container, where)
+        node = Node(container, where, register)
         (self.nodes if container else self.empty).append(node)
         if not container:
             self._hollow.append(container)
@@ -280,15 +277,18 @@ def _look_into_module(
     module: nn.Module, where: Place, names: dict[int, str], found: Scan
 ) -> Iterator[tuple[Any, Place]]:
     name = names.get(id(module))
-    inside = name is None  # in a list or an object, hidden from torch
     own = vars(module)
+    # one without a name is in a list or an object, hidden from torch
     here: Place = where if name is None else (name, None)
     found.add(own, here)
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         found.speaking.append((module, here))
     for key, held in own.items():
-        attribute = None if key in _OWN_DICTS else key
-        yield held, where if inside else (name or "", attribute)
+        if name is not None and key in _OWN_DICTS:
+            found.add(held, here, key)
+            yield from ((x, (name, n)) for n, x in held.items())
+        else:
+            yield held, where if name is None else (name, key)
 
 
 def _look_into_object(

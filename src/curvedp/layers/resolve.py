@@ -28,6 +28,7 @@ from curvedp.layers.functional import call_with
 from curvedp.layers.refuse import refuse_call
 from curvedp.layers.rewrite import NO_TAPE, Rewrite, RewrittenServer, forwards
 from curvedp.layers.rules import Rule, Site
+from curvedp.layers.spectral import spectral_norms_at_rest
 from curvedp.layers.synthetic import Synthesiser, as_call
 from curvedp.layers.tolerance import close
 from curvedp.layers.unruled import Observed, serve
@@ -200,7 +201,8 @@ def _serve(
     values = {own: parameters[full] for own, full in whole.parameters.items()}
     reason = "no way to its per-example gradients passed the check"
     try:
-        found = serve(module, site, whole, values, observed, seed)
+        with spectral_norms_at_rest(module):
+            found = serve(module, site, whole, values, observed, seed)
         if found is not None:
             return found
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:

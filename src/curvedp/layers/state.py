@@ -7,7 +7,7 @@ everything that the model holds (:mod:`curvedp.layers.held`) before a private pa
 after it, and what is another then was
 
 - *written anew by every forward pass* (a KL term, an attention map). Such places are
-  found when the model is attached, by :func:`written_anew`. The loss may use what
+  found when the model is attached (:mod:`curvedp.layers.anew`). The loss may use what
   stands there, and after the backward pass it is gone: what stood there before the
   pass is back;
 - *a cache or a counter* (the vectors of a spectral norm, a table of rotations, a
@@ -22,28 +22,31 @@ included, and between passes they are the user's (a moving average, merged adapt
 from __future__ import annotations
 
 import copy
-import hashlib
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvedp.errors import CouplingError, CurvedpError
+from curvedp.layers.bits import bits_of, random_numbers, random_state
 from curvedp.layers.contents import Contents
+from curvedp.layers.functional import call_with
 from curvedp.layers.held import Place, Scan, missing, scan
-from curvedp.layers.synthetic import Batch, Synthesiser, as_call, synthesiser_like
+from curvedp.layers.synthetic import Synthesiser, rows_of, synthetic_like
 
-__all__ = ["State", "written_anew"]
+__all__ = ["FEW", "Place", "Spot", "Spots", "State", "carries"]
 
 #: Rows of the first synthetic pass that may explain a change; then all of them.
 FEW = 2
 
 #: Gives a weight from before that is not held in memory, by name; None without it.
 Kept = Callable[[str], Tensor | None]
+
+#: Something that is another than it was: its kind, which of them, and perhaps a key.
+Spot = tuple[Hashable, ...]
+Spots = dict[Spot, Place]
 
 
 class State:
@@ -55,6 +58,10 @@ class State:
         synthesise: makes rows of the model's shapes, to explain caches and counters;
             without it none is explained.
         kept: finds weights that were too large to be copied.
+
+    Attributes:
+        anew: likewise.
+        is_open: whether a pass has begun and is not over.
         when_weights_moved: called before the error that says so.
     """
 
@@ -64,15 +71,16 @@ class State:
         anew: Iterable[Place] = (),
         synthesise: Synthesiser | None = None,
         kept: Kept | None = None,
-        when_weights_moved: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
-        self._anew = frozenset(anew)
+        self.anew = frozenset(anew)
         self._synthesise = synthesise
         self._kept = kept
-        self._when_weights_moved = when_weights_moved
+        self.when_weights_moved: Callable[[], None] = lambda: None
         self.is_open = False
         self._scan: Scan | None = None
+        self._weights = self._others = Contents([])
+        self._own: list[Place] = []
 
     # -- around a pass ----------------------------------------------------------------
 
@@ -90,41 +98,40 @@ class State:
             self._weights.hold()
         self._others.hold()
         self._said = [(m, w, _said(m)) for m, w in self._found.speaking]
-        self._random = _random_state(self._model)
+        self._random = random_state(self._model)
         self.is_open = True
         return scanned
 
     def rewind(self) -> None:
         """Put back what was there at the last look, but for weights and hooks."""
-        self._restore(weights=False, hooks=False)
+        self.restore(weights=False, hooks=False)
 
     def after_forward(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        run: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
+        point: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Refuse what the forward pass left, unless it may stay or will go.
 
         Args:
             args: of the pass; what is synthetic has their shapes.
             kwargs: likewise.
-            run: a forward pass; the model's own if it is not given.
+            point: the weights that it was made with, if not the model's own.
 
         Raises:
             CouplingError: with everything put back before.
         """
-        spots = self._spots()
-        left = self._foreign(spots)
+        left = self._foreign(self.spots())
         if not left:
             return
-        bits = {spot: self._bits_of(spot) for spot in left if spot[0] != "weights"}
-        kept = self._kept_anew()
-        if len(bits) < len(left):
-            self._refuse(left)
-        self._restore(weights=False)
-        if not self._explained(bits, args, kwargs, run or self._run):
-            self._refuse(left)
+        if any(spot[0] in ("weights", "_parameters") for spot in left):
+            self.refuse(left)
+        bits = {spot: self.bits(spot) for spot in left}
+        kept = self.kept_anew()
+        self.restore(weights=False)
+        if not self._explained(bits, args, kwargs, point or {}):
+            self.refuse(left)
         self._restore_anew()
         weights = self._weights, self._own
         self._look()
@@ -146,13 +153,13 @@ class State:
         if not self.is_open:
             return
         self.is_open = False
-        spots = self._spots(printed=True)
+        spots = self.spots(printed=True)
         left = self._foreign(spots)
         hard = {s: w for s, w in left.items() if s[0] in ("weights", "others", "said")}
         if hard or (left and not quietly):
-            self._refuse(hard or left)
+            self.refuse(hard or left)
         if spots:
-            self._restore(weights=False)
+            self.restore(weights=False)
 
     def require_closed(self) -> None:
         """Refuse what a pass that is not over has left, before something is stored.
@@ -160,18 +167,18 @@ class State:
         Raises:
             CouplingError: with everything put back before.
         """
-        if self.is_open and (left := self._foreign(self._spots(printed=True))):
-            self._refuse(left)
+        if self.is_open and (left := self._foreign(self.spots(printed=True))):
+            self.refuse(left)
 
-    def _refuse(self, left: dict[tuple[Hashable, ...], Place]) -> NoReturn:
+    def refuse(self, left: Spots) -> NoReturn:
         """Put everything back, then say what it was."""
         self.is_open = False
         moved = [self._own[k] for k in self._weights.changed()]
-        lost = self._restore(weights=True)
+        lost = self.restore(weights=True)
         if moved:
-            self._when_weights_moved()
+            self.when_weights_moved()
             raise _weights_moved(moved, lost)
-        raise _carries(next(iter(left.values())))
+        raise carries(next(iter(left.values())))
 
     # -- what is another --------------------------------------------------------------
 
@@ -198,66 +205,71 @@ class State:
             [t.shape for t, _ in tensors],
         )
 
-    def _spots(self, *, printed: bool = False) -> dict[tuple[Hashable, ...], Place]:
-        """What is another than it was, and its place. Empty in nearly every pass."""
-        found: dict[tuple[Hashable, ...], Place] = {}
-        if not self._found.same():
-            for node in self._found.other():
-                if node.where[1] is None:
-                    kind = "key" if node.is_module else "registered"
-                    for key in node.changed_keys():
-                        found[kind, id(node), key] = node.where[0], str(key)
-                else:
-                    found["node", id(node)] = node.where
+    def spots(self, *, printed: bool = False) -> Spots:
+        """What is another than it was, and its place. Empty in nearly every pass.
+
+        Args:
+            printed: look at weights too that are too large to be copied.
+        """
+        found = self._containers()
         if self._moved_memory():
             for k, (t, where, then) in enumerate(self._tensors):
                 if t.data_ptr() != then.data_ptr() or t.shape != then.shape:
-                    found["tensor", k] = where
+                    own = isinstance(t, nn.Parameter)
+                    found["_parameters" if own else "tensor", k] = where
         for k in self._others.changed():
             found["others", k] = self._rest[k]
         for k, leaf in enumerate(self._found.leaves):
             if not leaf.same():
                 found["leaf", k] = leaf.where
         for k, (module, where, then) in enumerate(self._said):
-            if _bits(_said(module)) != _bits(then):
+            if bits_of(_said(module)) != bits_of(then):
                 found["said", k] = (where[0], "get_extra_state")
         for k in self._weights.changed(printed=printed):
             found["weights", k] = self._own[k]
         return found
 
-    def _foreign(
-        self, spots: dict[tuple[Hashable, ...], Place]
-    ) -> dict[tuple[Hashable, ...], Place]:
+    def _containers(self) -> Spots:
+        found: Spots = {}
+        for node in [] if self._found.same() else self._found.other():
+            if node.where[1] is not None:
+                found["node", id(node)] = node.where
+                continue
+            kind = node.register or "key"
+            for key in node.changed_keys():
+                found[kind, id(node), key] = node.where[0], str(key)
+        return found
+
+    def _foreign(self, spots: Spots) -> Spots:
         """Without what every pass writes anew."""
         soft = ("key", "node")
         return {
             spot: where
             for spot, where in spots.items()
-            if where not in self._anew or spot[0] not in soft
+            if where not in self.anew or spot[0] not in soft
         }
 
-    def _bits_of(self, spot: tuple[Hashable, ...]) -> Hashable:
+    def bits(self, spot: Spot) -> Hashable:
+        """What tells what stands there now from everything else."""
         kind, number = spot[0], spot[1]
-        if kind in ("key", "registered", "node"):
-            (node,) = [
-                n for n in (*self._found.nodes, *self._found.empty) if id(n) == number
-            ]
-            if kind == "node":
-                return _bits(node.container)
-            return _bits(node.container.get(spot[2], missing))
         assert isinstance(number, int)
+        nodes = [n for n in self._found.other() if id(n) == number]
+        if kind == "node":
+            return bits_of(nodes[0].container)
+        if len(spot) > 2:
+            return bits_of(nodes[0].container.get(spot[2], missing))
         if kind == "others":
-            return _bits(self._others.words[number])
-        if kind == "tensor":
-            return _bits(self._tensors[number][0])
+            return bits_of(self._others.words[number])
+        if kind in ("tensor", "_parameters"):
+            return bits_of(self._tensors[number][0])
         if kind == "leaf":
             leaf = self._found.leaves[number]
-            return leaf.read() if leaf.held is None else _bits(leaf.held())
-        return _bits(_said(self._said[number][0]))
+            return leaf.read() if leaf.held is None else bits_of(leaf.held())
+        return bits_of(_said(self._said[number][0]))
 
     # -- putting back -----------------------------------------------------------------
 
-    def _restore(self, *, weights: bool, hooks: bool = True) -> list[Place]:
+    def restore(self, *, weights: bool, hooks: bool = True) -> list[Place]:
         """Put everything back; returns weights that could not be."""
         for node in self._found.other():
             if hooks or "_hooks" not in str(node.where[1]):
@@ -276,7 +288,7 @@ class State:
                 else:
                     self._found.replace(leaf.value, pickle.loads(leaf.then))
         for module, _, then in self._said:
-            if _bits(_said(module)) != _bits(then):
+            if bits_of(_said(module)) != bits_of(then):
                 module.set_extra_state(then)
         return self._restore_weights() if weights else []
 
@@ -299,15 +311,15 @@ class State:
             own.copy_(then)
         return True
 
-    def _kept_anew(self) -> Callable[[], None]:
+    def kept_anew(self) -> Callable[[], None]:
         """Takes what the pass wrote anew; puts it there again when it is called."""
-        nodes = [(n, n.content()) for n in self._found.other() if n.where in self._anew]
+        nodes = [(n, n.content()) for n in self._found.other() if n.where in self.anew]
         attributes = [
             (node.container, key, node.container[key])
             for node in self._found.other()
             if node.where[1] is None
             for key in node.changed_keys()
-            if (node.where[0], str(key)) in self._anew and key in node.container
+            if (node.where[0], str(key)) in self.anew and key in node.container
         ]
 
         def put() -> None:
@@ -321,204 +333,47 @@ class State:
     def _restore_anew(self) -> None:
         """Put back what is written anew, and leave the rest as it is."""
         for node in self._found.other():
-            if node.where in self._anew:
+            if node.where in self.anew:
                 node.restore()
             elif node.where[1] is None:
                 for key in node.changed_keys():
-                    if (node.where[0], str(key)) in self._anew:
+                    if (node.where[0], str(key)) in self.anew:
                         node.restore_key(key)
 
     # -- caches and counters ----------------------------------------------------------
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._model(*args, **kwargs)
-
     def _explained(
         self,
-        bits: dict[tuple[Hashable, ...], Hashable],
+        bits: dict[Spot, Hashable],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        point: Mapping[str, Tensor],
     ) -> bool:
         """Whether a synthetic pass from the same state leaves the same bits."""
         if self._synthesise is None:
             return False
-        for rows in dict.fromkeys((FEW, _rows(args, kwargs))):
-            given = _synthetic(self._model, self._synthesise, args, kwargs, rows)
-            self._restore(weights=False)  # to make them may take a pass
+        for rows in dict.fromkeys((FEW, rows_of((args, kwargs)))):
+            given = synthetic_like(self._model, self._synthesise, (args, kwargs), rows)
+            self.restore(weights=False)  # to make them may take a pass
             if given is None:
                 return False
-            with _random_numbers(self._model, self._random), torch.no_grad():
+            with random_numbers(self._model, self._random), torch.no_grad():
                 try:
-                    run(*given)
+                    call_with(self._model, point, *given)
                 except Exception:  # the model's own: such rows explain nothing
-                    self._restore(weights=False)
+                    self.restore(weights=False)
                     continue
-            left = self._foreign(self._spots())
+            left = self._foreign(self.spots())
             if left.keys() == bits.keys() and all(
-                self._bits_of(spot) == bits[spot] for spot in left
+                self.bits(spot) == bits[spot] for spot in left
             ):
                 return True
-            self._restore(weights=False)
+            self.restore(weights=False)
         return False
-
-
-# -- at attach time --------------------------------------------------------------------
-
-
-def written_anew(
-    model: nn.Module, synthesise: Synthesiser, seed: int = 0
-) -> frozenset[Place]:
-    """Places that every forward pass writes anew, whatever stood there before.
-
-    Found with synthetic rows: what two batches leave is not the same (else it is a
-    cache or a counter), and what one of them leaves, and the model's output, does not
-    depend on what the other had left.
-
-    Raises:
-        CouplingError: something keeps what it has seen, and goes on from there.
-    """
-    state = State(model)
-    start = _random_state(model)
-
-    def passed(given: Batch) -> tuple[Any, dict[Any, Hashable], dict[Any, Place]]:
-        args, kwargs = as_call(given.inputs)
-        with _random_numbers(model, start), torch.no_grad():
-            output = model(*args, **kwargs)
-        spots = state._spots(printed=True)
-        if any(spot[0] == "weights" for spot in spots):
-            state._refuse(spots)
-        return _bits(output), {s: state._bits_of(s) for s in spots}, spots
-
-    state.open()
-    try:
-        generator = torch.Generator().manual_seed(seed + 5)
-        batch, other = synthesise(FEW, generator), synthesise(FEW, generator)
-        state._restore(weights=True)  # to make them may take a pass
-        first, left, places = passed(batch)
-        if not left:
-            return frozenset()
-        state._restore(weights=False)
-        _, left_by_other, more = passed(other)
-        places |= more
-        differ = {
-            spot
-            for spot in left.keys() | left_by_other.keys()
-            if left.get(spot) != left_by_other.get(spot)
-        }
-        hard = [places[s] for s in differ if s[0] not in ("key", "node")]
-        if hard:
-            raise _carries(hard[0])
-        state._anew = frozenset(places[s] for s in differ)
-        kept = state._kept_anew()
-        state._restore(weights=False)
-        kept()
-        again, left_again, _ = passed(batch)
-        kept_on = [s for s in differ if left_again.get(s) != left.get(s)]
-        if kept_on or (differ and again != first):
-            raise _carries(places[(kept_on or list(differ))[0]])
-        return state._anew
-    finally:
-        state._restore(weights=True)
-
-
-# -- small helpers ---------------------------------------------------------------------
 
 
 def _said(module: nn.Module) -> Any:
     return copy.deepcopy(module.get_extra_state())
-
-
-def _bits(value: Any, seen: tuple[int, ...] = ()) -> Hashable:
-    """What tells a value from every other one, bit by bit."""
-    kind = type(value).__name__
-    if id(value) in seen:
-        return kind
-    seen = (*seen, id(value))
-    if isinstance(value, Tensor):
-        held = value.detach()
-        if held.is_sparse or held.is_quantized or held.device.type == "meta":
-            return kind, str(held)
-        flat = held.cpu().contiguous().view(-1)
-        raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        digest = hashlib.blake2b(raw).digest()
-        return kind, str(value.dtype), tuple(value.shape), digest
-    if isinstance(value, dict):
-        return kind, tuple((_bits(k, seen), _bits(v, seen)) for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return kind, tuple(_bits(v, seen) for v in value)
-    if value is missing or value is None or isinstance(value, bool | str | bytes):
-        return kind, value
-    if isinstance(value, int | float | complex):
-        return kind, repr(value)
-    if isinstance(value, nn.Module) or hasattr(value, "__dict__"):
-        return kind, _bits(vars(value), seen)
-    try:
-        return kind, pickle.dumps(value)
-    except Exception:  # of whatever kind; it then equals itself alone
-        return kind, id(value)
-
-
-def _random_state(model: nn.Module) -> dict[torch.device | None, Tensor]:
-    states: dict[torch.device | None, Tensor] = {None: torch.get_rng_state()}
-    for device in {p.device for p in model.parameters() if p.is_cuda}:
-        if not torch.cuda.is_current_stream_capturing():
-            states[device] = torch.cuda.get_rng_state(device)
-    return states
-
-
-@contextmanager
-def _random_numbers(
-    model: nn.Module, states: dict[torch.device | None, Tensor]
-) -> Iterator[None]:
-    """As they were at a time, and after it as if nothing had been drawn."""
-    devices = [device for device in states if device is not None]
-    with torch.random.fork_rng(devices=devices):
-        for device, state in states.items():
-            if device is None:
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
-        yield
-
-
-def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    leaves = tree_flatten((args, kwargs))[0]
-    sizes = [len(x) for x in leaves if isinstance(x, Tensor) and x.dim()]
-    return sizes[0] if sizes else FEW
-
-
-def _synthetic(
-    model: nn.Module,
-    synthesise: Synthesiser,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    rows: int,
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of these shapes without anything of their values; None if unknown.
-
-    What is no tensor is taken from the synthetic batch too: it may be made of data.
-    """
-    generator = torch.Generator().manual_seed(0)
-    drawn = as_call(synthesise(rows, generator).inputs)
-    ours, spec = tree_flatten(drawn)
-    given, other = tree_flatten((args, kwargs))
-    if spec != other:
-        return None
-    alike = [
-        isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[1:] == y.shape[1:]
-        for x, y in zip(given, ours, strict=True)
-        if isinstance(x, Tensor)
-    ]
-    if all(alike):
-        return drawn
-    template = [
-        x if isinstance(x, Tensor) else y for x, y in zip(given, ours, strict=True)
-    ]
-    filled = tree_unflatten(template, spec)
-    made = synthesiser_like(Batch(filled, None), model)(rows, generator).inputs
-    result: tuple[tuple[Any, ...], dict[str, Any]] = made
-    return result
 
 
 def _empty(words: Tensor | None) -> None:
@@ -532,7 +387,8 @@ def _named(where: Place) -> str:
     return f"{module}.{name}" if module else str(name)
 
 
-def _carries(where: Place) -> CurvedpError:
+def carries(where: Place) -> CurvedpError:
+    """The error for what would go past the noise."""
     return CouplingError(
         f"{_named(where)!r} changed during a private forward pass: it would carry "
         "private data past the noise (what was there before is back)",

@@ -13,14 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_with_path
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_map,
+    tree_map_with_path,
+    tree_unflatten,
+)
 
 __all__ = [
     "Batch",
     "Synthesiser",
     "as_call",
     "rolled",
+    "rows_of",
     "synthesiser_like",
+    "synthetic_like",
     "with_example_of",
 ]
 
@@ -38,6 +45,9 @@ class Batch:
     inputs: Any
     targets: Any
 
+
+#: Positional and keyword arguments of a model.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: Makes a batch of the given size; the generator is its only source of randomness.
 Synthesiser = Callable[[int, torch.Generator], Batch]
@@ -136,3 +146,38 @@ def rolled(batch: Batch) -> Batch:
         return x.roll(1, 0) if isinstance(x, Tensor) else x
 
     return Batch(tree_map(roll, batch.inputs), tree_map(roll, batch.targets))
+
+
+def rows_of(given: Call) -> int:
+    """Rows of the first tensor that a model is given."""
+    leaves = tree_flatten(given)[0]
+    sizes = [len(x) for x in leaves if isinstance(x, Tensor) and x.dim()]
+    return sizes[0] if sizes else 1
+
+
+def synthetic_like(
+    model: nn.Module, synthesise: Synthesiser, given: Call, rows: int
+) -> Call | None:
+    """Arguments of these shapes without anything of their values; None if unknown.
+
+    What is no tensor is taken from the synthetic batch too: it may be made of data.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = as_call(synthesise(rows, generator).inputs)
+    ours, spec = tree_flatten(drawn)
+    theirs, other = tree_flatten(given)
+    if spec != other:
+        return None
+    alike = [
+        isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[1:] == y.shape[1:]
+        for x, y in zip(theirs, ours, strict=True)
+        if isinstance(x, Tensor)
+    ]
+    if all(alike):
+        return drawn
+    template = [
+        x if isinstance(x, Tensor) else y for x, y in zip(theirs, ours, strict=True)
+    ]
+    filled = tree_unflatten(template, spec)
+    made: Call = synthesiser_like(Batch(filled, None), model)(rows, generator).inputs
+    return made

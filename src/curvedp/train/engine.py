@@ -112,19 +112,17 @@ class Engine(Releasing):
         self._norms = norms
         self._compiled: CompiledPass | None = None
         self._loader = loader
-        self._attached = Attached(model, optimizer, self.parameters)
-        self.state = State(
+        self.attached = Attached(
             model,
-            coverage.written_anew,
-            synthetic,
-            kept,
-            when_weights_moved=self._end,
+            optimizer,
+            self.parameters,
+            State(model, coverage.written_anew, synthetic, kept),
+            ledger.close,
         )
         self._open = _Open()
         self._walk: object = None
         self._rows = LoopRows(self.physical_batch_size)
         self._scale: Callable[[], float] = lambda: 1.0
-        self._ended = False
 
     def set_scale(self, scale: Callable[[], float]) -> None:
         """What the loss's gradients are to be multiplied with, asked at each batch.
@@ -171,7 +169,7 @@ class Engine(Releasing):
                 yield batch
         finally:
             if self._walk is walk:
-                self.state.close(quietly=True)
+                self.attached.state.close(quietly=True)
 
     def _take_in(self) -> None:
         """Accumulate a portion that the loop left without ``optimizer.step()``.
@@ -217,18 +215,19 @@ class Engine(Releasing):
                 "loop calls the model itself",
                 "use private.train_on(batch) in the loop, or leave compile out",
             )
-        self._begin()
         named = {f"argument {i}": x for i, x in enumerate(args, 1)}
         self.require_rows("private.model", named | kwargs)
+        self.attached.begin()
         recording = self._precision.recording(
             self.model,
             self._coverage,
             self.physical_batch_size,
             self.plan.clipping.measured_sites,
         )
+        point = self._point()
         with self._precision.during_forward():
-            output = recording.forward(args, kwargs, self._point())
-            self.state.after_forward(args, kwargs)
+            output = recording.forward(args, kwargs, point)
+            self.attached.state.after_forward(args, kwargs, point)
         self._open.recording = recording
         return self._precision.outputs(output)
 
@@ -237,33 +236,10 @@ class Engine(Releasing):
         if self._open.given is not None:
             self._open.given.require(where, values)
 
-    def _end(self) -> None:
-        """Weights have held what nobody paid for: nothing goes on from them."""
-        self._ended = True
-        self.ledger.close()
-
-    def _begin(self) -> None:
-        """What was checked is still there; what the model holds is looked at."""
-        if self._ended:
-            raise LoopError(
-                "the run was closed: a private pass had written to its weights",
-                "take the write out of the model, and resume from the last checkpoint "
-                "or begin a new run",
-            )
-        self._attached.refuse_changes()
-        self.state.close()  # of a pass that was given up
-        other = self.state.open()
-        self._attached.refuse_rebuilt(closely=other)
-
     def unrecorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A pass without gradients; between two batches it is the user's alone."""
-        if self._open.batch is None or self.state.is_open:
-            return self.model(*args, **kwargs)
-        self.state.open()
-        output = self.model(*args, **kwargs)
-        self.state.after_forward(args, kwargs)
-        self.state.close()
-        return output
+        alone = self._open.batch is None or self.attached.state.is_open
+        return (self.model if alone else self.attached.watched)(*args, **kwargs)
 
     def require_backward(self) -> tuple[PhysicalBatch, Recording]:
         """The open batch and its recorded pass, or an error naming what is missing."""
@@ -275,14 +251,14 @@ class Engine(Releasing):
                 "optimizer.step() before a backward pass through private.model",
                 "call private.model(inputs) (not the bare model), then loss.backward()",
             )
-        self._attached.refuse_foreign_gradients()
+        self.attached.refuse_foreign_gradients()
         return batch, recording
 
     def accumulate(self) -> bool:
         """Clip what the backward pass brought; True when the logical batch is whole."""
         batch, recording = self.require_backward()
         ios = recording.layer_ios()
-        self.state.close()
+        self.attached.state.close()
         return self._take(ios, batch, self._scale())
 
     def _take(self, ios: Sequence[LayerIO], batch: PhysicalBatch, scale: float) -> bool:
@@ -319,7 +295,7 @@ class Engine(Releasing):
             point=self._point(),
             keep_inputs=self.plan.clipping.measured_sites,
         )
-        self.state.close(quietly=True)
+        self.attached.state.close(quietly=True)
         return self._take(ios, opened, float(self.physical_batch_size))
 
     def accumulate_graphed(self, graphed: GraphedPass, batch: tuple[Any, Any]) -> bool:
@@ -333,7 +309,7 @@ class Engine(Releasing):
             step=opened.step,
             point=self._point(),
         )
-        self.state.close(quietly=True)
+        self.attached.state.close(quietly=True)
         return self._merge(part, opened)
 
     def _unpassed(self, batch: tuple[Any, Any]) -> PhysicalBatch:
@@ -341,11 +317,11 @@ class Engine(Releasing):
         opened = self._open.batch
         if opened is None:
             raise LoopError(*_NO_BATCH)
-        self._attached.refuse_foreign_gradients()
+        self.attached.refuse_foreign_gradients()
         inputs, targets = batch
         values = {"inputs": inputs, "targets": targets}
         self.require_rows("private.train_on", values)
-        self._begin()
+        self.attached.begin()
         return opened
 
     def compiled(

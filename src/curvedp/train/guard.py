@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from curvedp.errors import ConfigurationError, CoverageError, LoopError
+from curvedp.layers.state import State
 from curvedp.train.built import Built
 
 __all__ = [
@@ -99,6 +100,11 @@ class Attached:
         optimizer: that moves it.
         covered: its trained parameters by name, which are thereby kept alive: an id
             that was seen before is the same parameter.
+        state: all that the model holds besides them.
+        end: ends the run, whose weights hold what nobody paid for.
+
+    Attributes:
+        state: likewise.
     """
 
     def __init__(
@@ -106,10 +112,14 @@ class Attached:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         covered: Mapping[str, nn.Parameter],
+        state: State,
+        end: Callable[[], None],
     ) -> None:
         self._model, self._optimizer, self._covered = model, optimizer, covered
         self._seen: list[int | bool] = []
         self._built = Built(model)
+        self.state, self._end, self._ended = state, end, False
+        state.when_weights_moved = self._close
 
     def refuse_changes(self) -> None:
         """As :func:`refuse_changes`, at little cost where nothing was changed."""
@@ -124,13 +134,33 @@ class Attached:
             refuse_changes(self._model, self._optimizer, self._covered)
             self._seen = seen
 
-    def refuse_rebuilt(self, *, closely: bool) -> None:
-        """Refuse modules, hooks and forwards other than those that were checked.
+    def begin(self) -> None:
+        """Before a private pass: all is as it was checked, and is looked at.
 
-        Args:
-            closely: something in the model is another than at the last look.
+        Raises:
+            LoopError: something is another, or the run has ended.
         """
-        self._built.refuse_changes(closely=closely)
+        if self._ended:
+            raise LoopError(
+                "the run was closed: a private pass had written to its weights",
+                "take the write out of the model, and resume from the last checkpoint "
+                "or begin a new run",
+            )
+        self.refuse_changes()
+        self.state.close()  # of a pass that was given up
+        self._built.refuse_changes(closely=self.state.open())
+
+    def watched(self, *args: Any, **kwargs: Any) -> Any:
+        """A pass without a backward pass."""
+        self.state.open()
+        output = self._model(*args, **kwargs)
+        self.state.after_forward(args, kwargs)
+        self.state.close()
+        return output
+
+    def _close(self) -> None:
+        self._ended = True
+        self._end()
 
     def refuse_foreign_gradients(self) -> None:
         """See :func:`refuse_foreign_gradients`."""

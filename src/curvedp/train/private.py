@@ -358,8 +358,9 @@ class Private:
         return extra
 
     def close(self) -> None:
-        """Release the ledger's file and lock."""
+        """Release the ledger's file and lock; what a pass had begun is given up."""
         self._engine.ledger.close()
+        self._engine.attached.state.close(quietly=True)
 
     def __enter__(self) -> Private:
         return self

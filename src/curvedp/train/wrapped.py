@@ -46,7 +46,7 @@ class PrivateModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        self._engine.state.require_closed()
+        self._engine.attached.state.require_closed()
         return dict(self.module.state_dict(*args, **kwargs))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

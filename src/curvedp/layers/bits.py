@@ -1,0 +1,72 @@
+"""What tells one value from every other, bit by bit; and random numbers drawn again."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from curvedp.layers.held import missing
+
+__all__ = ["RandomState", "bits_of", "random_numbers", "random_state"]
+
+#: Of the CPU (under None) and of devices.
+RandomState = dict[torch.device | None, Tensor]
+
+
+def bits_of(value: object, seen: tuple[int, ...] = ()) -> Hashable:
+    """What tells a value from every other one, bit by bit."""
+    kind = type(value).__name__
+    if id(value) in seen:
+        return kind
+    seen = (*seen, id(value))
+    if isinstance(value, Tensor):
+        held = value.detach()
+        if held.is_sparse or held.is_quantized or held.device.type == "meta":
+            return kind, str(held)
+        flat = held.cpu().contiguous().view(-1)
+        raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        digest = hashlib.blake2b(raw).digest()
+        return kind, str(value.dtype), tuple(value.shape), digest
+    if isinstance(value, dict):
+        return kind, tuple(
+            (bits_of(k, seen), bits_of(v, seen)) for k, v in value.items()
+        )
+    if isinstance(value, list | tuple):
+        return kind, tuple(bits_of(v, seen) for v in value)
+    if value is missing or value is None or isinstance(value, bool | str | bytes):
+        return kind, value
+    if isinstance(value, int | float | complex):
+        return kind, repr(value)
+    if isinstance(value, nn.Module) or hasattr(value, "__dict__"):
+        return kind, bits_of(vars(value), seen)
+    try:
+        return kind, pickle.dumps(value)
+    except Exception:  # of whatever kind; it then equals itself alone
+        return kind, id(value)
+
+
+def random_state(model: nn.Module) -> RandomState:
+    """Of torch's generators on the CPU and where the model lies."""
+    states: RandomState = {None: torch.get_rng_state()}
+    for device in {p.device for p in model.parameters() if p.is_cuda}:
+        if not torch.cuda.is_current_stream_capturing():
+            states[device] = torch.cuda.get_rng_state(device)
+    return states
+
+
+@contextmanager
+def random_numbers(model: nn.Module, states: RandomState) -> Iterator[None]:
+    """As they were at a time, and after it as if nothing had been drawn."""
+    devices = [device for device in states if device is not None]
+    with torch.random.fork_rng(devices=devices):
+        for device, state in states.items():
+            if device is None:
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+        yield
