@@ -70,6 +70,7 @@ def measure(net, device, repeats, precision, script):
         "peak_mib": field.peaks,
         "refresh_seconds": field.refresh_seconds,
         "refresh_peak_mib": field.refresh_peak,
+        "guard_seconds": field.guard_seconds(repeats),
         **summary(seconds, field.peaks, field.refresh_seconds),
     }
 
@@ -101,6 +102,13 @@ class _Field:
             self.refresh_seconds = contestant.refresh()
             self.refresh_peak = (peak(self.device) - start) / MIB
         return contestant, start
+
+    def guard_seconds(self, repeats):
+        """What a pass takes for looking over the model, by our plain step's."""
+        ours = self.attached.get(OURS)
+        if ours is None:
+            return None
+        return statistics.median(ours.guard() for _ in range(WARM_UP + repeats))
 
     def drop(self, name, error):
         self.attached.pop(name, None)

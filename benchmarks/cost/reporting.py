@@ -19,6 +19,7 @@ __all__ = [
 
 def table(result):
     lines = [*_steps(result), "", *_beside_opacus(result), "", *_whitened(result)]
+    lines += ["", *_guard(result)]
     reasons = [
         f"- `{row['net']}`, {name}: {reason}"
         for row in result["rows"]
@@ -43,6 +44,18 @@ def _dates(result):
     """Of the rows; those that do not say it are as old as the file."""
     found = {row.get("date", result["date"]) for row in result["rows"]}
     return " and ".join(sorted(found))
+
+
+def _guard(result):
+    """What looks over the model in a pass; older results do not say it."""
+    rows = [row for row in result["rows"] if row.get("guard_seconds") is not None]
+    if rows:
+        yield "| net, batch | guard, ms a pass | of our plain step |"
+        yield "|---|--:|--:|"
+    for row in rows:
+        seconds = row["guard_seconds"]
+        share = seconds / row["median_seconds"][OURS]
+        yield f"| {_label(row)} | {1e3 * seconds:.2f} | {share:.1%} |"
 
 
 def _steps(result):

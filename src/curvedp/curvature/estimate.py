@@ -24,6 +24,7 @@ from curvedp.errors import ConfigurationError, withheld
 from curvedp.layers import LayerIO, Recording, as_call
 from curvedp.layers.covered import Covered
 from curvedp.layers.precision import exact
+from curvedp.layers.state import State
 from curvedp.probes import LabelRule, Probe, draw
 
 __all__ = ["MOMENTS", "Estimate", "PerExampleLoss", "estimate", "probe_pass"]
@@ -133,9 +134,14 @@ def estimate(
         parameters: values in the place of the model's own.
     """
     total: Factors | None = None
+    state = State(model)
+    state.open(weights=False)
     for _ in range(how.batches):
         layers: dict[str, Factor] = {}
-        ios = probe_pass(model, covered, how, loss, generator, parameters)
+        try:
+            ios = probe_pass(model, covered, how, loss, generator, parameters)
+        finally:
+            state.rewind()
         with exact(next(model.parameters()).device):
             for io in ios:
                 layers |= how.of(io)

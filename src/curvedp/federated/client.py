@@ -36,7 +36,8 @@ from curvedp.federated.common import Shared, checked_parameters, open_federated_
 from curvedp.federated.messages import Task, Update
 from curvedp.federated.secure import SumGrid
 from curvedp.federated.views import Unit
-from curvedp.layers import Batch
+from curvedp.layers import Batch, synthesiser_like
+from curvedp.layers.state import State
 from curvedp.noise import (
     GaussianMechanism,
     LatticeShare,
@@ -137,6 +138,11 @@ class Client:
             shared.coverage,
             shared.loss,
             rows=self._loader.physical_batch_size,
+            state=State(
+                shared.model,
+                shared.coverage.written_anew,
+                synthesiser_like(shared.template, shared.model),
+            ),
         )
         folder = None if run_dir is None else Path(run_dir)
         self.ledger = open_federated_ledger(

@@ -81,11 +81,12 @@ class State:
         self._scan: Scan | None = None
         self._weights = self._others = Contents([])
         self._own: list[Place] = []
+        self._looked_within = False  # a pass; what it left has not been told of
 
     # -- around a pass ----------------------------------------------------------------
 
     def open(self, *, weights: bool = True) -> bool:
-        """Look at everything; True if it is not what was there at the last look."""
+        """Look at everything; True if it is not what was there at the last time."""
         scanned = (
             self._scan is None
             or not self._scan.same()
@@ -100,6 +101,7 @@ class State:
         self._said = [(m, w, _said(m)) for m, w in self._found.speaking]
         self._random = random_state(self._model)
         self.is_open = True
+        scanned, self._looked_within = scanned or self._looked_within, False
         return scanned
 
     def rewind(self) -> None:
@@ -135,6 +137,7 @@ class State:
         self._restore_anew()
         weights = self._weights, self._own
         self._look()
+        self._looked_within = True
         self._weights, self._own = weights  # as they were before the pass
         self._others.hold()
         self._said = [(m, w, _said(m)) for m, w in self._found.speaking]

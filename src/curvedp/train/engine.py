@@ -238,8 +238,8 @@ class Engine(Releasing):
 
     def unrecorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A pass without gradients; between two batches it is the user's alone."""
-        alone = self._open.batch is None or self.attached.state.is_open
-        return (self.model if alone else self.attached.watched)(*args, **kwargs)
+        between = self._open.batch is None and not self.attached.state.is_open
+        return (self.model if between else self.attached.watched)(*args, **kwargs)
 
     def require_backward(self) -> tuple[PhysicalBatch, Recording]:
         """The open batch and its recorded pass, or an error naming what is missing."""

@@ -151,11 +151,14 @@ class Attached:
         self._built.refuse_changes(closely=self.state.open())
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
-        """A pass without a backward pass."""
-        self.state.open()
+        """A pass without a backward pass, alone or in the middle of a recorded one."""
+        alone = not self.state.is_open
+        if alone:
+            self.state.open()
         output = self._model(*args, **kwargs)
         self.state.after_forward(args, kwargs)
-        self.state.close()
+        if alone:
+            self.state.close()
         return output
 
     def _close(self) -> None:

@@ -35,6 +35,7 @@ from curvedp.layers import Coverage, LayerIO, PerExampleLoss, Recording, as_call
 from curvedp.layers.kept import Keeper
 from curvedp.layers.precision import NormPrecision
 from curvedp.layers.remade import Remaker
+from curvedp.layers.state import State
 
 __all__ = ["KEPT", "PRECISIONS", "ForwardPrecision", "RecordedPass", "chosen_norms"]
 
@@ -154,6 +155,7 @@ class RecordedPass:
         loss: per-example loss.
         rows: of every physical batch.
         precision: of the forward pass.
+        state: what the model holds, if nobody else looks at it around the pass.
     """
 
     def __init__(
@@ -164,11 +166,13 @@ class RecordedPass:
         *,
         rows: int,
         precision: ForwardPrecision | None = None,
+        state: State | None = None,
     ) -> None:
         self.model = model
         self.rows = rows
         self._coverage = coverage
         self._loss = loss
+        self._state = state
         self.precision = precision or ForwardPrecision(None, model)
 
     def __call__(
@@ -191,8 +195,15 @@ class RecordedPass:
             self.model, self._coverage, self.rows, keep_inputs
         )
         args, kwargs = as_call(inputs)
+        if self._state is not None:
+            self._state.open()
         with self.precision.during_forward():
             output = recording.forward(args, kwargs, point)
+            if self._state is not None:
+                self._state.after_forward(args, kwargs, point)
         loss = self._loss(self.precision.outputs(output), targets).mean()
         torch.autograd.backward(loss)
-        return recording.layer_ios(), loss.detach()
+        ios = recording.layer_ios()
+        if self._state is not None:
+            self._state.close()
+        return ios, loss.detach()

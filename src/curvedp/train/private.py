@@ -391,6 +391,7 @@ class Private:
         what: str = "the stored state",
         step: int | None = None,
     ) -> None:
+        self._engine.attached.state.close(quietly=True)  # a pass that was given up
         try:
             self._engine.model.load_state_dict(model)
             self._engine.optimizer.load_state_dict(state["optimizer"])
