@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from curvedp.values import printable
+
 __all__ = [
     "BudgetError",
     "CheckpointError",
@@ -47,6 +49,8 @@ class CurvedpError(Exception):
     """A message for the user: what is wrong, and what to do about it."""
 
     def __init__(self, problem: str, advice: str = "") -> None:
+        # paths, and words that stood in a stranger's file
+        problem, advice = printable(problem), printable(advice)
         self.problem = problem
         self.advice = advice
         super().__init__(f"{problem}\n  -> {advice}" if advice else problem)

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from curvedp.errors import StorageError
 
@@ -186,12 +186,15 @@ def read_json(path: Path) -> Any:
         return parse_json(read_regular(path, most=LONGEST_JSON).decode("utf-8"))
 
 
-def read_regular(path: Path, most: int | None = None) -> bytes:
+def read_regular(
+    path: Path, most: int | None = None, longest_line: int | None = None
+) -> bytes:
     """All of a file; ``OSError`` for a pipe or a device, which may never end.
 
     Args:
         path: the file.
         most: bytes; ``OSError`` for a longer one.
+        longest_line: bytes between two ends of lines; ``OSError`` for more.
     """
     # not to wait for somebody who writes into the pipe
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -199,12 +202,25 @@ def read_regular(path: Path, most: int | None = None) -> bytes:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
+            if longest_line is not None:
+                _refuse_long_lines(file, longest_line)
             content = file.read() if most is None else file.read(most + 1)
     finally:
         os.close(descriptor)
     if most is not None and len(content) > most:
         raise OSError(errno.EFBIG, f"longer than {most} bytes")
     return content
+
+
+def _refuse_long_lines(file: BinaryIO, most: int) -> None:
+    """Refuse what has no ends of lines, such as a hole, before it is kept."""
+    since = 0
+    while part := file.read(most):
+        first, last = part.find(b"\n"), part.rfind(b"\n")
+        if since + (first if first >= 0 else len(part)) > most:
+            raise OSError(errno.EFBIG, f"a line of it is longer than {most} bytes")
+        since = since + len(part) if last < 0 else len(part) - last - 1
+    file.seek(0)
 
 
 def parse_json(text: str | bytes, *, constants: bool = False) -> Any:

@@ -9,13 +9,23 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from curvedp.accounting import read_ledger
-from curvedp.errors import CheckpointError, ConfigurationError
+from curvedp.accounting import (
+    read_ledger,
+)
+from curvedp.errors import (
+    CheckpointError,
+    ConfigurationError,
+    LoopError,
+)
 from curvedp.federated import Client
+from curvedp.noise import restore_release
 from curvedp.recipes import Recipe, get_recipe
 from curvedp.train import guard, ledgers, rehearsal
+from curvedp.train.optimizer import LogicalScheduler, PrivateOptimizer
 from curvedp.train.private import Private
+from curvedp.train.releasing import Releasing
 
 from ..federated.worlds import World
 from .cases import attach, examples, linear, train
@@ -149,7 +159,80 @@ def a_client_of_a_launcher_has_a_folder():
         )
 
 
+def a_plateau_of_the_private_loss_is_refused():
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = attach(examples(), model, optimizer=optimizer)
+    plateau = ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+
+    def loop():
+        for x, y in private.loader:
+            loss = private.loss(private.model(x), y)
+            loss.backward()
+            private.optimizer.step()
+            if private.batch_is_whole or not private._engine.inside_logical_batch:
+                plateau.step(loss.item())
+
+    refused(LoopError, "ReduceLROnPlateau", loop)
+
+
+def a_plateau_is_wrapped_with_a_word():
+    private = attach(examples())
+    plateau = ReduceLROnPlateau(private.optimizer)
+    refused(ConfigurationError, "public_metric", lambda: private.schedule(plateau))
+
+
+def a_state_stands_where_its_ledger_has_paid():
+    private = attach(examples())
+    state = {**private.state_dict(), "step": 4}
+    refused(CheckpointError, "paid for 0", lambda: private.load_state_dict(state))
+
+
+def a_release_has_been_paid_for():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        attach(examples(), run_dir=folder) as private,
+    ):
+        engine = private._engine
+        values = {n: torch.ones_like(p) for n, p in engine.parameters.items()}
+        release = restore_release(values, "identity", 0, noise_std=1.0)
+        engine.journal.write(release, [{"lr": 0.1}])
+        refused(CheckpointError, "paid for 0", private.resume)
+
+
 FAULTS = [
+    Fault(
+        "a rate that follows the private loss",
+        a_plateau_of_the_private_loss_is_refused,
+        (Patch(PrivateOptimizer.advance, "self._refuse_private_metrics(", "bool("),),
+    ),
+    Fault(
+        "a rate that follows a metric, and nobody said of what",
+        a_plateau_is_wrapped_with_a_word,
+        (Patch(LogicalScheduler.__init__, "and not public_metric", "and False"),),
+    ),
+    Fault(
+        "a state beyond its payments",
+        a_state_stands_where_its_ledger_has_paid,
+        (
+            Patch(
+                Private._load,
+                'self._engine.require_paid(state.get("step"), what)',
+                "pass",
+            ),
+        ),
+    ),
+    Fault(
+        "a release that nobody paid for",
+        a_release_has_been_paid_for,
+        (
+            Patch(
+                Releasing.recover,
+                'self.require_paid(self.step + 1, "the journal")',
+                "pass",
+            ),
+        ),
+    ),
     Fault(
         "a launcher without a group",
         ranks_without_a_group_are_refused,

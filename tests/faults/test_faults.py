@@ -16,14 +16,14 @@ from . import (
     peer_faults,
     rule_faults,
     state_faults,
+    stranger_faults,
 )
 from .mutate import planted
 from .peers import PEERS
 
 FAULTS = rule_faults.FAULTS + curvature_faults.FAULTS + peer_faults.FAULTS
 FAULTS += correlated_faults.FAULTS + federated_faults.FAULTS
-FAULTS += payment_faults.FAULTS
-FAULTS += state_faults.FAULTS
+FAULTS += payment_faults.FAULTS + stranger_faults.FAULTS + state_faults.FAULTS
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(f.check for f in FAULTS))

@@ -41,6 +41,7 @@ from curvedp.accounting.records import (
 from curvedp.errors import LedgerError, StorageError
 from curvedp.locks import try_lock
 from curvedp.storage import read_regular
+from curvedp.values import printable
 
 __all__ = [
     "Ledger",
@@ -51,6 +52,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+#: Bytes of a line, and of all of them: ten million payments. A file with holes can be
+#: far longer than the disk, and would fill the memory.
+LONGEST_LINE, LONGEST = 1 << 22, 1 << 31
 _FLAGS = os.O_RDWR | getattr(os, "O_BINARY", 0)
 
 
@@ -155,7 +159,7 @@ class Ledger(LedgerRecord):
                 size += 1
             ledger = cls(record, descriptor, size)
             if ledger.torn:
-                _log.warning("%s: %s", target, ledger.torn)
+                _log.warning("%s: %s", printable(str(target)), ledger.torn)
                 ledger.note(f"recovered after a crash: {ledger.torn}")
         except BaseException as error:
             os.close(descriptor)
@@ -310,13 +314,13 @@ def _lock(descriptor: int, path: Path) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_regular(path)
+        return read_regular(path, LONGEST, LONGEST_LINE)
     except FileNotFoundError:
         raise _missing(path) from None
     except OSError as error:
         raise LedgerError(
             f"{path} cannot be read: {error.strerror or error}",
-            "give the path of a run's ledger file",
+            "give the path of a run's ledger file, as it was written",
         ) from error
 
 

@@ -26,7 +26,13 @@ from curvedp.accounting._validate import (
 )
 from curvedp.accounting.accountants import Accountant, get_accountant
 from curvedp.accounting.chains import chain_of
-from curvedp.accounting.events import ComposedEvent, Event, event_from_json, tally
+from curvedp.accounting.events import (
+    ComposedEvent,
+    Event,
+    event_from_json,
+    sequential,
+    tally,
+)
 from curvedp.barrier import Relation
 from curvedp.errors import (
     ConfigurationError,
@@ -35,7 +41,7 @@ from curvedp.errors import (
     NotPrivateError,
 )
 from curvedp.storage import parse_json
-from curvedp.values import is_whole
+from curvedp.values import is_whole, printable
 
 __all__ = [
     "INDEPENDENT_NOTE",
@@ -69,6 +75,7 @@ VERSION = 2
 _UNCHAINED = 1  # still read, and continued as it is
 
 _MOST_MISSING = 10**6
+_MOST_KINDS = 100
 _ALWAYS_PRIVATE = frozenset(
     {"loss", "train_loss", "batch_count", "batch_counts", "clip_fraction", "grad_norm"}
 )
@@ -141,14 +148,14 @@ class LedgerHeader:
     def from_json(cls, data: Mapping[str, Any]) -> LedgerHeader:
         """Read the first line of the file; its kind and version are checked before."""
         return cls(
-            run_id=data["run_id"],
+            run_id=printable(data["run_id"], ""),
             relation=Relation.parse(data["relation"]),
             delta=data["delta"],
             target_epsilon=data.get("target_epsilon"),
             planned_steps=data.get("planned_steps"),
             accountant=data.get("accountant", "pld"),
-            unit=data.get("unit", "example"),
-            notes=tuple(data.get("notes", ())),
+            unit=printable(data.get("unit", "example"), ""),
+            notes=tuple(printable(str(n), "") for n in data.get("notes", ())),
             facts=MappingProxyType(dict(data.get("facts", {}))),
         )
 
@@ -278,7 +285,16 @@ class LedgerRecord:
                 "run it with synthetic or public probes for a guarantee",
             )
         chosen = get_accountant(accountant or self.header.accountant)
-        return chosen.epsilon(self.event(), self.header.relation, self.header.delta)
+        total = sequential(self.event())
+        if len(total.parts) > _MOST_KINDS:
+            raise LedgerError(
+                f"{self.path} pays for {len(total.parts)} kinds of noise, and no run "
+                f"of ours has more than {_MOST_KINDS}: each is composed by itself, "
+                "which takes up to seconds",
+                "if you have the time, ask an accountant of curvedp.accounting for "
+                "the epsilon of read_ledger(...).event()",
+            )
+        return chosen.epsilon(total, self.header.relation, self.header.delta)
 
     def head(self) -> tuple[int, str] | None:
         """``seq`` and chain of the last line (0: the header); None in memory."""
@@ -380,9 +396,8 @@ def _parse_line(record: LedgerRecord, line: bytes, number: int) -> None:
             raise LedgerError("it is no JSON object")
         _check_chain(record, data)
         if "note" in data:
-            record._add(
-                Note(_whole(data, "seq"), str(data["note"]), data.get("time", ""))
-            )
+            said = printable(str(data["note"]), "")
+            record._add(Note(_whole(data, "seq"), said, str(data.get("time", ""))))
             return
         record._add(
             Payment(

@@ -6,12 +6,12 @@ import functools
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -20,12 +20,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
+from rich.segment import Segment
 from rich.table import Table
 
 from curvedp.cli.parameters import DebugFlag, extend_signature
 from curvedp.errors import CurvedpError, showing_private_text
 from curvedp.experiments.jsonable import jsonable
 from curvedp.train import Progress, Statement
+from curvedp.values import printable
 
 __all__ = [
     "bars",
@@ -39,10 +41,24 @@ __all__ = [
     "training_bar",
 ]
 
+
+class _Console(Console):
+    """A terminal that text from elsewhere cannot command: names, notes, whole files."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
+
+
 #: Where results are printed.
-results = Console(highlight=False, emoji=False)
+results = _Console(highlight=False, emoji=False)
 #: Where everything else is printed.
-log = Console(stderr=True, highlight=False, emoji=False)
+log = _Console(stderr=True, highlight=False, emoji=False)
 
 INTERRUPTED = 130
 _LONGEST = 1500
@@ -66,7 +82,10 @@ def rows_of(pairs: list[tuple[str, str]], loud: tuple[str, ...] = ()) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in pairs:
-        table.add_row(name, escape(text), style="bold red" if name in loud else "")
+        name, text = printable(name), printable(text)  # or columns would not fit
+        table.add_row(
+            escape(name), escape(text), style="bold red" if name in loud else ""
+        )
     return table
 
 
@@ -90,7 +109,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
                 command(**kwargs)
         except CurvedpError as error:
             if debug:
-                traceback.print_exc()
+                _print_traceback()
             _print_error(error)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
@@ -100,7 +119,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise
         except MemoryError:
             if debug:
-                traceback.print_exc()
+                _print_traceback()
             _print_error(CurvedpError(
                 "the memory is used up",
                 "use smaller data, a smaller model or --physical-batch-size; what was "
@@ -109,11 +128,15 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(2) from None
         except Exception as error:
             if debug:
-                traceback.print_exc()
+                _print_traceback()
             _print_error(_internal(error))
             raise typer.Exit(INTERNAL) from None
 
     return extend_signature(wrapped, command, {"debug": DebugFlag})
+
+
+def _print_traceback() -> None:
+    sys.stderr.write(printable(traceback.format_exc()))
 
 
 def _internal(error: Exception) -> CurvedpError:
@@ -137,7 +160,7 @@ def _print_error(error: CurvedpError) -> None:
 def _printable(text: str) -> str:
     """Without the codes by which a file's name could command the terminal, and cut."""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    return printable(text)
 
 
 @contextmanager

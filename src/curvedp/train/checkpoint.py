@@ -122,11 +122,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
         model, _ = read_tensors(path / _FILES[0])
         tensors, _ = read_tensors(path / _FILES[1])
         state = decode_state(content["state"], tensors)
+        if not isinstance(state, dict):
+            raise ValueError("its state is no table")
         return Checkpoint(
             step=content["step"],
             run_id=content["run_id"],
             facts=content["facts"],
-            model=model | state.pop(_TOLD, {}),
+            model=model | dict(state.pop(_TOLD, {})),
             state=state,
             ledger=_head_from_json(content.get("ledger")),
         )

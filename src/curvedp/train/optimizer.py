@@ -6,10 +6,14 @@ its ``param_groups`` and ``state`` *are* those of the user's optimiser.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from curvedp.errors import ConfigurationError, LoopError, withheld
 from curvedp.train.engine import Engine
@@ -29,6 +33,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         # own, and they would part from those that the inner optimiser uses.
         self._engine = engine
         self._learning_rates = self._current_rates()
+        self._metrics = WeakSet[ReduceLROnPlateau]()  # whose metric is declared public
+        self._look, self._next_look = False, 0.0
 
     @property
     def _inner(self) -> torch.optim.Optimizer:
@@ -71,11 +77,44 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "wrap it: scheduler = private.schedule(scheduler); its step() then "
                 "counts logical steps",
             )
+        if not self._engine.inside_logical_batch:
+            self._refuse_private_metrics(rates != self._learning_rates)
         with withheld("private.optimizer.step()"):  # runs modules of the model again
             is_whole = accumulate()
         if is_whole:
             self._engine.release()
         self._learning_rates = rates
+
+    def declare_public(self, scheduler: ReduceLROnPlateau) -> None:
+        """Let a scheduler change rates by its metric: the user says it is public."""
+        self._metrics.add(scheduler)
+
+    def _refuse_private_metrics(self, changed: bool) -> None:
+        """Refuse rates that follow a metric nobody has declared public.
+
+        Whoever changed a rate leaves no trace in it, and a scheduler may hold either
+        optimiser. So those in memory are looked through, if a rate has changed, and for
+        at most a hundredth of the time.
+        """
+        self._look |= changed
+        began = monotonic()
+        if not self._look or began < self._next_look:
+            return
+        for scheduler in gc.get_objects():
+            if (
+                issubclass(type(scheduler), ReduceLROnPlateau)
+                and getattr(scheduler, "optimizer", None) in (self, self._inner)
+                and scheduler.last_epoch > 0
+                and scheduler not in self._metrics
+            ):
+                raise LoopError(
+                    "ReduceLROnPlateau has changed a learning rate by a metric: that "
+                    "of training data is private, and nobody paid for it",
+                    "for a metric of public data, say so: scheduler = private.schedule("
+                    "scheduler, public_metric=True); or take one that counts steps",
+                )
+        self._look = False
+        self._next_look = monotonic() + 100 * (monotonic() - began)
 
     def mark_called(self) -> None:
         """Tell schedulers that steps were made, if some were before a restart."""
@@ -106,15 +145,48 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
 
 class LogicalScheduler:
-    """A torch scheduler whose ``step()`` acts once for each logical step."""
+    """A torch scheduler whose ``step()`` acts once for each logical step.
 
-    def __init__(self, scheduler: Any, optimizer: PrivateOptimizer) -> None:
+    One that follows a metric acts once for each call, if its metric is public.
+    """
+
+    def __init__(
+        self, scheduler: Any, optimizer: PrivateOptimizer, public_metric: bool = False
+    ) -> None:
+        self._follows = isinstance(scheduler, ReduceLROnPlateau)
+        if self._follows and not public_metric:
+            raise ConfigurationError(
+                "ReduceLROnPlateau follows a metric, and one of training data is "
+                "private: nobody has paid for it",
+                "for a metric of public data, say private.schedule(scheduler, "
+                "public_metric=True); or take a scheduler that counts steps",
+            )
+        if self._follows:
+            optimizer.declare_public(scheduler)
         self._scheduler = scheduler
         self._optimizer = optimizer
         self._seen = optimizer.steps_done
 
-    def step(self) -> None:
-        """Move the schedule by the logical steps that were made since the last call."""
+    def step(self, metric: float | None = None) -> None:
+        """Move the schedule by the logical steps that were made since the last call.
+
+        Args:
+            metric: of a scheduler that follows one, and of no other.
+        """
+        if (metric is not None) != self._follows:
+            raise LoopError(
+                "the scheduler follows a metric, and step() was given none"
+                if self._follows
+                else "the scheduler counts steps and takes no metric",
+                "call step(metric) for one that follows a public metric, and step() "
+                "for others",
+            )
+        if self._follows:
+            self._scheduler.step(metric)
+        else:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
         behind = self._optimizer.steps_done - self._seen
         if behind > 1:  # a journal brought steps back, with learning rates of its own
             self._restore_rates()
@@ -142,4 +214,5 @@ class LogicalScheduler:
         self._seen = state["seen"]
         self._optimizer.mark_called()
         self._restore_rates()
-        self.step()
+        if not self._follows:
+            self._catch_up()

@@ -58,6 +58,8 @@ from curvedp.values import is_whole
 
 __all__ = ["Private"]
 
+_FOLLOWED = "the learning rate follows a metric that is declared public"
+
 
 class Private:
     """A model under a privacy plan: loader, optimiser, ledger and statement.
@@ -187,9 +189,20 @@ class Private:
         """
         return self._engine.batch_is_whole
 
-    def schedule(self, scheduler: Any) -> LogicalScheduler:
-        """Make a torch scheduler count logical steps instead of physical batches."""
-        return LogicalScheduler(scheduler, self.optimizer)
+    def schedule(
+        self, scheduler: Any, *, public_metric: bool = False
+    ) -> LogicalScheduler:
+        """Make a torch scheduler count logical steps instead of physical batches.
+
+        Args:
+            scheduler: any of torch's.
+            public_metric: declares that the metric which ``ReduceLROnPlateau`` is given
+                is not of private data; the ledger notes it.
+        """
+        made = LogicalScheduler(scheduler, self.optimizer, public_metric)
+        if public_metric and _FOLLOWED not in self._engine.ledger.notes():
+            self.note(_FOLLOWED)
+        return made
 
     # -- the account ------------------------------------------------------------------
 
@@ -392,6 +405,7 @@ class Private:
         step: int | None = None,
     ) -> None:
         self._engine.attached.state.close(quietly=True)  # a pass that was given up
+        self._engine.require_paid(state.get("step"), what)
         try:
             self._engine.model.load_state_dict(model)
             self._engine.optimizer.load_state_dict(state["optimizer"])

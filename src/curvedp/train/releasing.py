@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.barrier import ClippedSum, Release
 from curvedp.clipping import ClippingRule
-from curvedp.errors import BudgetError, ConfigurationError
+from curvedp.errors import BudgetError, CheckpointError, ConfigurationError
 from curvedp.noise import RandomStreams
 from curvedp.plan import Plan
 from curvedp.train.journal import Journal, group_settings, restore_group_settings
@@ -31,6 +32,7 @@ from curvedp.train.noise import RunNoise
 from curvedp.train.secret import RunSecret, drawing_device
 from curvedp.train.whitened import WhitenerSource
 from curvedp.update import BackMap, Chain, apply_release
+from curvedp.values import is_whole
 from curvedp.whitening import IdentityWhitener, Whitener
 
 __all__ = ["Releasing"]
@@ -168,12 +170,27 @@ class Releasing:
         if self.journal is not None:
             while (entry := self.journal.read(self.step)) is not None:
                 release, settings = entry
+                self.require_paid(self.step + 1, "the journal")
                 restore_group_settings(self.optimizer, settings)
                 self.noise.replayed(release)
                 self.apply(release)
                 recovered += 1
         self.noise.rejoin(self.step)
         return recovered
+
+    def require_paid(self, step: Any, what: str) -> None:
+        """Refuse to stand at a step to which the ledger has not paid the way.
+
+        Raises:
+            CheckpointError: steps before it are missing from the ledger.
+        """
+        paid = sum(1 for s in self.ledger.paid_steps() if is_whole(step) and s < step)
+        if is_whole(step) and paid < step:
+            raise CheckpointError(
+                f"{what} stands at step {step}, and its ledger has paid for {paid} "
+                "of the steps before: the others would be had for nothing",
+                "put the ledger back that belongs to it, or go on from an older state",
+            )
 
     def exhausted(self) -> BudgetError:
         """The error for a step beyond the budget."""

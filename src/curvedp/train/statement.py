@@ -13,6 +13,7 @@ from curvedp.accounting import LedgerRecord
 from curvedp.barrier import Relation
 from curvedp.plan import Plan
 from curvedp.sampling import Views
+from curvedp.values import printable
 
 __all__ = ["Statement", "make_statement"]
 
@@ -56,7 +57,8 @@ class Statement:
 
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.lines)
-        rows = [f"  {name:<{width}}  {text}" for name, text in self.lines]
+        # notes may come from a stranger's ledger, and have no lines of their own
+        rows = [f"  {n:<{width}}  {printable(t, '')}" for n, t in self.lines]
         caveats = [f"  - {text}" for text in self.caveats]
         return "\n".join([self.title, *rows, "Not covered:", *caveats])
 
