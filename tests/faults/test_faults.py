@@ -14,6 +14,7 @@ from . import (
     federated_faults,
     payment_faults,
     peer_faults,
+    record_faults,
     rule_faults,
     state_faults,
     stranger_faults,
@@ -24,6 +25,7 @@ from .peers import PEERS
 FAULTS = rule_faults.FAULTS + curvature_faults.FAULTS + peer_faults.FAULTS
 FAULTS += correlated_faults.FAULTS + federated_faults.FAULTS
 FAULTS += payment_faults.FAULTS + stranger_faults.FAULTS + state_faults.FAULTS
+FAULTS += record_faults.FAULTS
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(f.check for f in FAULTS))
@@ -45,7 +47,7 @@ def test_faults_have_names_of_their_own():
 
 def test_every_rule_of_the_design_has_a_fault():
     first_words = [fault.rule.split()[0] for fault in FAULTS]
-    assert {int(w) for w in first_words if w.isdigit()} >= {*range(1, 15), 16}
+    assert {int(w) for w in first_words if w.isdigit()} >= {*range(1, 15), 16, 18}
 
 
 @pytest.mark.parametrize("clause", PEERS, ids=lambda c: c.failure)

@@ -1,10 +1,12 @@
 """``module:factory``: what it is given, and what is said when that does not work."""
 
+import sys
+
 import pytest
 from torch import nn
 
 from curvedp.errors import ConfigurationError
-from curvedp.models.factory import call_factory, is_factory
+from curvedp.models.factory import StoredName, call_factory, is_factory
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +61,22 @@ def test_an_error_of_our_own_is_not_dressed_up():
 def test_names():
     assert is_factory("module:factory")
     assert not is_factory("mlp")
+
+
+@pytest.mark.parametrize(
+    "name", ["pip.__main__:main", "PIL.__main__:x", "factory_of_mine.__main__:plain"]
+)
+def test_what_runs_when_it_is_imported_is_not(name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pip", "--version"])
+    known = set(sys.modules)
+    with pytest.raises(ConfigurationError, match="is a library"):
+        call_factory(name, {}, {})
+    assert not any("__main__" in module for module in set(sys.modules) - known)
+
+
+def test_a_stored_name_is_shown_and_not_imported():
+    sys.modules.pop("factory_of_mine", None)
+    with pytest.raises(ConfigurationError, match="repeat it") as caught:
+        call_factory(StoredName("factory_of_mine:plain\x1b[2J"), {}, {})
+    assert "factory_of_mine" not in sys.modules
+    assert "\x1b" not in str(caught.value), "not as it is, for a terminal"

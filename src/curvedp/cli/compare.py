@@ -95,11 +95,15 @@ def compare_command(
     _run_and_show(start, config.seeds, folder, plot, json_output)
 
 
-def resume_and_show(folder: Path, device: str | None, json_output: bool) -> None:
+def resume_and_show(
+    folder: Path, device: str | None, model: str | None, json_output: bool
+) -> None:
     """Go on with a comparison, for ``curvedp resume``."""
 
     def start(report: Reporter, stop: StopRequest) -> Comparison | None:
-        return resume_comparison(folder, device=device, on_progress=report, stop=stop)
+        return resume_comparison(
+            folder, device=device, model=model, on_progress=report, stop=stop
+        )
 
     _run_and_show(start, None, folder, None, json_output)
 
@@ -185,7 +189,7 @@ def comparison_table(comparison: Comparison) -> Table:
             f"{row['delta']:g}" if has_epsilon else "",
             f"{row['sigma']:.3f}" if has_epsilon else "",
             str(row["steps"]),
-            f"{row['seconds']:.1f}",
+            "" if row["seconds"] is None else f"{row['seconds']:.1f}",
         )
     return table
 

@@ -9,7 +9,12 @@ from typing import Annotated
 import typer
 
 from curvedp.cli.output import print_json, reports_errors, results, rows_of, tell
-from curvedp.cli.parameters import DeviceOption, JsonFlag, RunDirArgument
+from curvedp.cli.parameters import (
+    DeviceOption,
+    JsonFlag,
+    RepeatedModel,
+    RunDirArgument,
+)
 from curvedp.errors import DataError
 from curvedp.experiments import (
     NOT_PRIVATE,
@@ -43,6 +48,7 @@ def evaluate(
             help="accuracy, auc, f1, loss; repeatable.", show_default="as in training"
         ),
     ] = None,
+    model: RepeatedModel = None,
     device: DeviceOption = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -50,7 +56,7 @@ def evaluate(
 
     Never on the private training examples: that would be a release.
     """
-    trained = load_trained(run_dir, device=device)
+    trained = load_trained(run_dir, device=device, model=model)
     names = tuple(m for text in metric or () for m in text.split(","))
     config = replace(trained.config, metrics=names or trained.config.metrics)
     if device is not None:
@@ -102,13 +108,14 @@ def predict(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing output.")
     ] = False,
+    model: RepeatedModel = None,
     device: DeviceOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Predict with a run's last checkpoint."""
     if output is not None:
         check_output(output, overwrite=overwrite)
-    trained = load_trained(run_dir, device=device)
+    trained = load_trained(run_dir, device=device, model=model)
     records = predict_inputs(trained, read_inputs(trained, source))
     if output is not None:
         write_predictions(output, records)

@@ -14,6 +14,7 @@ __all__ = [
     "DeviceOption",
     "DryRunFlag",
     "JsonFlag",
+    "RepeatedModel",
     "RunDirArgument",
     "RunDirOption",
     "extend_signature",
@@ -37,6 +38,14 @@ RunDirOption = Annotated[
     typer.Option(
         help="Folder of the run; never an existing one.",
         show_default="runs/<data>-<recipe>-<time>",
+    ),
+]
+RepeatedModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Repeats the folder's module:factory: it is imported only then.",
+        show_default=False,
     ),
 ]
 RunDirArgument = Annotated[Path, typer.Argument(help="Folder of a run.")]

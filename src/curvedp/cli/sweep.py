@@ -162,9 +162,12 @@ def sweep_command(
     _work_and_show(opened, json_output, None if test is None else str(test))
 
 
-def resume_and_show_sweep(folder: Path, device: str | None, json_output: bool) -> None:
+def resume_and_show_sweep(
+    folder: Path, device: str | None, model: str | None, json_output: bool
+) -> None:
     """Go on with a sweep or help with it, for ``curvedp resume``."""
-    _work_and_show(resume_sweep(folder, device=device), json_output, None)
+    opened = resume_sweep(folder, device=device, model=model)
+    _work_and_show(opened, json_output, None)
 
 
 def with_recipe(

@@ -24,6 +24,7 @@ from curvedp.cli.parameters import (
     DeviceOption,
     DryRunFlag,
     JsonFlag,
+    RepeatedModel,
     RunDirArgument,
     RunDirOption,
 )
@@ -148,6 +149,7 @@ def train(
 @reports_errors
 def resume(
     run_dir: RunDirArgument,
+    model: RepeatedModel = None,
     device: DeviceOption = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -157,14 +159,16 @@ def resume(
     workers: each `curvedp resume` of its folder is one.
     """
     if is_comparison(run_dir):
-        resume_and_show(run_dir, device, json_output)
+        resume_and_show(run_dir, device, model, json_output)
         return
     if is_sweep(run_dir):
-        resume_and_show_sweep(run_dir, device, json_output)
+        resume_and_show_sweep(run_dir, device, model, json_output)
         return
 
     def start(report: Callable[[Progress], None], stop: StopRequest) -> RunResult:
-        return resume_run(run_dir, device=device, on_progress=report, stop=stop)
+        return resume_run(
+            run_dir, device=device, model=model, on_progress=report, stop=stop
+        )
 
     _run_and_show(start, "resumed", run_dir, json_output)
 
@@ -223,7 +227,8 @@ def _print_result(result: RunResult) -> None:
         pairs.append((name, f"{shown} on the {result.split} split"))
     if not result.metrics:
         pairs.append(("metrics", f"none: {NO_HELD_OUT}"))
-    pairs.append(("steps", f"{result.steps} in {result.seconds:.1f} s"))
+    took = "" if result.seconds is None else f" in {result.seconds:.1f} s"
+    pairs.append(("steps", f"{result.steps}{took}"))
     pairs.append(("run folder", str(result.run_dir)))
     results.print(rows_of(pairs, loud=("guarantee",)))
     if result.statement is not None:

@@ -182,10 +182,14 @@ def resume_comparison(
     folder: Path,
     *,
     device: str | None = None,
+    model: str | None = None,
     on_progress: OnProgress | None = None,
     stop: StopRequest | None = None,
 ) -> Comparison | None:
-    """Go on with a comparison that was stopped; finished runs are not run again."""
+    """Go on with a comparison that was stopped; finished runs are not run again.
+
+    ``model`` repeats the folder's ``module:factory``, which is then imported.
+    """
     try:
         config = CompareConfig.from_json(read_json(folder / "run.json")["config"])
     except (ValueError, KeyError, TypeError) as error:
@@ -193,6 +197,7 @@ def resume_comparison(
         raise ConfigurationError(
             f"{folder / 'run.json'} is damaged: {problem}", "restore it from a copy"
         ) from error
+    config = replace(config, base=config.base.repeating(model))
     if device is not None:
         config = replace(config, base=config.base.on(device))
     with sole_writer(folder):
@@ -236,7 +241,13 @@ def _run(
     run_dir = folder / f"{recipe}-seed-{run_config.seed}"
     if (run_dir / "run.json").exists():
         device = run_config.device
-        return resume_run(run_dir, device=device, on_progress=report, stop=stop)
+        return resume_run(
+            run_dir,
+            device=device,
+            model=run_config.said_model,
+            on_progress=report,
+            stop=stop,
+        )
     return train_run(run_config, run_dir, on_progress=report, stop=stop)
 
 
@@ -281,9 +292,14 @@ def _row(
         "relation": facts.get("relation"),
         "sigma": facts.get("noise_multiplier"),
         "steps": results[0].steps,
-        "seconds": round(float(np.mean([r.seconds for r in results])), 3),
+        "seconds": _mean_seconds(results),
         "epsilon_of_all_runs": None if facts.get("epsilon") is None else everything,
     }
+
+
+def _mean_seconds(results: list[RunResult]) -> float | None:
+    seconds = [r.seconds for r in results if r.seconds is not None]
+    return round(float(np.mean(seconds)), 3) if seconds else None
 
 
 def _epsilon_of_all(results: list[RunResult]) -> float | None:

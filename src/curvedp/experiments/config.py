@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from curvedp.errors import ConfigurationError
+from curvedp.models.factory import StoredName, is_factory
 from curvedp.recipes import Recipe, get_recipe
 from curvedp.train.fitting import AUTO
 from curvedp.train.losses import LOSSES
@@ -274,11 +275,34 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> RunConfig:
-        """Read what :meth:`to_json` wrote."""
+        """Read what :meth:`to_json` wrote; a model to import has to be repeated."""
         _refuse_unknown("the stored run", stored, [f.name for f in fields(cls)])
         metrics = stored.get("metrics", [])
         given = tuple(metrics) if isinstance(metrics, list) else metrics
-        return cls(**{**stored, "metrics": given})
+        read = cls(**{**stored, "metrics": given})
+        if is_factory(read.model):
+            return replace(read, model=StoredName(read.model))
+        return read
+
+    @property
+    def said_model(self) -> str | None:
+        """The model's name if the user has said it, for a run of the same config."""
+        return None if isinstance(self.model, StoredName) else self.model
+
+    def repeating(self, model: str | None) -> RunConfig:
+        """The same, with the name of its model said again by the user, if it is.
+
+        Raises:
+            ConfigurationError: another name was said.
+        """
+        if model is None:
+            return self
+        if model != self.model:
+            raise ConfigurationError(
+                f"the stored model is {str(self.model)!r}, not {model!r}",
+                "repeat the stored name, or leave --model out",
+            )
+        return replace(self, model=str(model))
 
     def settled(self) -> RunConfig:
         """With every default that must not change later: seed, sampling, full paths."""

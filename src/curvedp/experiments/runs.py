@@ -94,7 +94,8 @@ class RunResult:
         finished: whether all planned steps are made.
         steps: logical steps made.
         planned_steps: logical steps planned.
-        seconds: of training, in this process.
+        seconds: of training, in this process; None where the number of examples is
+            private, which they tell.
         split: what the metrics are computed on: "test", "validation", "none".
         metrics: by name; empty while the run is not finished.
         statement: the privacy statement; None for a reference without a guarantee.
@@ -106,7 +107,7 @@ class RunResult:
     finished: bool
     steps: int
     planned_steps: int
-    seconds: float
+    seconds: float | None
     split: str
     metrics: dict[str, float]
     statement: Statement | None = None
@@ -128,7 +129,7 @@ class RunResult:
             "finished": self.finished,
             "steps": self.steps,
             "planned_steps": self.planned_steps,
-            "seconds": round(self.seconds, 3),
+            "seconds": None if self.seconds is None else round(self.seconds, 3),
             "metrics_computed_on": self.split,
             "metrics": self.metrics,
             "epsilon": facts.get("epsilon"),
@@ -178,19 +179,22 @@ def resume_run(
     run_dir: Path,
     *,
     device: str | None = None,
+    model: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     stop: StopRequest | None = None,
     notes: tuple[str, ...] = (),
 ) -> RunResult:
     """Go on with a run that was stopped; a finished one gives its result again.
 
-    Takes the arguments of :func:`train_run`, and another device if need be.
+    Takes the arguments of :func:`train_run`, and another device if need be. Where the
+    folder's model is a ``module:factory``, ``model`` repeats that name: it is imported.
 
     Raises:
         ConfigurationError: it is not a run, or another process is writing to it.
         CurvedpError: a file is damaged or missing, or the disk is full.
     """
     folder = RunFolder.open(run_dir)
+    folder.config = folder.config.repeating(model)
     if device is not None:
         folder.config = folder.config.on(device)
     stored = folder.read_result()
@@ -246,7 +250,7 @@ def _execute(
         finished=finished,
         steps=fitted.steps,
         planned_steps=built.planned_steps,
-        seconds=fitted.seconds,
+        seconds=_shown_seconds(built.config, fitted.seconds),
         split=built.split,
         metrics=metrics,
         statement=statement,
@@ -289,13 +293,21 @@ class Trained:
     folder: RunFolder
 
 
-def load_trained(run_dir: Path, *, device: str | None = None) -> Trained:
+def load_trained(
+    run_dir: Path, *, device: str | None = None, model: str | None = None
+) -> Trained:
     """The model of a run's last checkpoint. Private data is not touched.
+
+    Args:
+        run_dir: the run's folder.
+        device: another one than the run's.
+        model: repeats the folder's ``module:factory``, which is then imported.
 
     Raises:
         CheckpointError: there is none, or it is damaged, or of another run.
     """
     folder = RunFolder.open(run_dir)
+    folder.config = folder.config.repeating(model)
     found = checkpoint_folders(folder.checkpoints)
     if not found or folder.shape is None:
         raise CheckpointError(
@@ -310,16 +322,16 @@ def load_trained(run_dir: Path, *, device: str | None = None) -> Trained:
                 f"{found[-1]} belongs to another run than the ledger beside it",
                 "put the files of one run together again",
             )
-    model = build_model(folder.config, folder.shape)
+    made = build_model(folder.config, folder.shape)
     try:
-        model.load_state_dict(checkpoint.model)
+        made.load_state_dict(checkpoint.model)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{found[-1]} does not fit the model of run.json",
             "put the files of one run together again",
         ) from error
-    model.to(choose_device(device or folder.config.device))
-    return Trained(model, folder.config, folder.shape, checkpoint.step, folder)
+    made.to(choose_device(device or folder.config.device))
+    return Trained(made, folder.config, folder.shape, checkpoint.step, folder)
 
 
 def _save_reference(folder: RunFolder, built: BuiltRun, steps: int) -> None:
@@ -369,10 +381,14 @@ def _unfinished(folder: RunFolder, built: BuiltRun) -> RunResult:
         False,
         paid,
         built.planned_steps,
-        0.0,
+        _shown_seconds(built.config, 0.0),
         built.split,
         {},
     )
+
+
+def _shown_seconds(config: RunConfig, seconds: float) -> float | None:
+    return None if config.privacy_settings().hides_size else seconds
 
 
 def _stored_result(folder: RunFolder, stored: dict[str, Any]) -> RunResult:

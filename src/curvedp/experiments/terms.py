@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from curvedp.errors import ConfigurationError, RoundError
 from curvedp.experiments.federations import FederationConfig
 from curvedp.federated import FederatedPlan, View
+from curvedp.models.factory import is_factory
 from curvedp.values import is_number
 
 __all__ = ["ClientTerms"]
@@ -82,6 +83,12 @@ class ClientTerms:
                     "agree on one file",
                 )
         chosen = self.config or asked
+        if self.config is None and is_factory(asked.model):
+            raise RoundError(
+                f"the server names the model {asked.model!r}, and to import it is to "
+                "run its code",
+                "give this client the federation's file: --config FILE",
+            )
         if self.max_epsilon is not None:
             excess = self._excess(chosen.plan())
             if excess:

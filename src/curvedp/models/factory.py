@@ -1,9 +1,10 @@
 """Models of the user's own, by the name of what makes them: ``module:factory``.
 
-Such a name may stand in a config file or a run folder that somebody else wrote, and
-with it comes the right to call what it names. So it cannot name the standard library or
-the packages that curvedp stands on, whose functions start programs and read pickles;
-layers of torch it can.
+To import a module is to run its code. So a name is imported only if the user has said
+it: on the command line, in Python, or in a config file that the command line names. One
+that was read from a run folder is a :class:`StoredName`, and has to be repeated. And no
+name leads to the standard library or the packages that curvedp stands on, whose
+functions start programs and read pickles; layers of torch it can name.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from torch import nn
 
 from curvedp.errors import ConfigurationError, CurvedpError
 
-__all__ = ["call_factory", "is_factory"]
+__all__ = ["StoredName", "call_factory", "is_factory"]
 
 
-#: Of these nothing but torch modules is called.
+#: Of these nothing is imported, and nothing but torch modules is called.
 _NO_FACTORIES = frozenset(
     {*sys.stdlib_module_names, *sys.builtin_module_names, "curvedp", "torch", "numpy",
      "scipy", "dp_accounting", "typer", "click", "rich", "optuna", "sqlalchemy", "PIL",
      "matplotlib", "safetensors", "setuptools", "pip", "pytest"}
 )  # fmt: skip
+
+
+class StoredName(str):
+    """A name that stands in a stored file, and that the user has not repeated."""
 
 
 def is_factory(name: str) -> bool:
@@ -46,8 +51,15 @@ def call_factory(
         options: arguments that it gets in any case, also in the place of those.
 
     Raises:
-        ConfigurationError: there is no such factory, or it does not take these.
+        ConfigurationError: there is no such factory, or it does not take these; or a
+            file names it, and the user has not.
     """
+    if isinstance(name, StoredName):
+        raise ConfigurationError(
+            f"the stored model is {str(name)!r}, and to import it is to run its code",
+            "look at the name, and repeat it if the module is yours: --model NAME, or "
+            "model= in Python",
+        )
     factory = _import_factory(name)
     try:
         accepted = inspect.signature(factory).parameters
@@ -71,7 +83,8 @@ def _import_factory(name: str) -> Callable[..., Any]:
         f"the model {name} is no model: {root!r} is a library",
         "name a module of your own that makes the model: module:factory",
     )
-    if root in sys.stdlib_module_names or root in sys.builtin_module_names:
+    is_loaded = module_name in sys.modules and root in ("torch", "curvedp")
+    if (root in _NO_FACTORIES and not is_loaded) or ".__" in f".{module_name}":
         raise no_factory  # not even imported
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigurationError(

@@ -70,10 +70,10 @@ class TensorBoardLog:
         self._writer: Any = SummaryWriter(str(folder))
 
     def __call__(self, progress: Progress) -> None:
-        self._writer.add_scalar("learning_rate", progress.learning_rate, progress.step)
-        self._writer.add_scalar(
-            "steps_left", progress.steps - progress.step, progress.step
-        )
+        # dated by the step: how long steps take tells the number of examples
+        at = {"global_step": progress.step, "walltime": float(progress.step)}
+        self._writer.add_scalar("learning_rate", progress.learning_rate, **at)
+        self._writer.add_scalar("steps_left", progress.steps - progress.step, **at)
         self._writer.flush()
 
 

@@ -180,7 +180,7 @@ def conclude(study: Study, prepared: Prepared, folder: Path) -> SweepResult:
     best_dir = run = None
     if chosen is not None and trial_folder(folder, chosen.number).is_dir():
         best_dir = trial_folder(folder, chosen.number)
-        run = resume_run(best_dir)
+        run = resume_run(best_dir, model=prepared.config.base.said_model)
     facts = None if run is None else run.facts
     best = None if chosen is None else _row(chosen)
     everything = None

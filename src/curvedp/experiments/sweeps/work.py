@@ -113,7 +113,8 @@ class OpenSweep:
         }
         if (run_dir / "run.json").exists():
             device = config.base.device
-            result = resume_run(run_dir, device=device, **options)
+            said = config.base.said_model
+            result = resume_run(run_dir, device=device, model=said, **options)
         else:
             try:
                 result = train_run(run_config, run_dir, **options)
@@ -130,7 +131,9 @@ class OpenSweep:
         if not math.isfinite(score):
             self.study.refuse(number, f"its {self.prepared.config.metric} is {score}")
             return
-        extra: dict[str, Any] = {"seconds": round(result.seconds, 3)}
+        extra: dict[str, Any] = {}
+        if result.seconds is not None:
+            extra["seconds"] = round(result.seconds, 3)
         if result.facts is not None and result.run_dir is not None:
             header = read_ledger(result.run_dir / "ledger.jsonl").header
             extra["run_id"] = header.run_id
@@ -247,14 +250,19 @@ def _seed_of_study(folder: Path, url: str, name: str) -> int | None:
     return None if seed is None else int(seed)
 
 
-def resume_sweep(folder: Path, *, device: str | None = None) -> OpenSweep:
+def resume_sweep(
+    folder: Path, *, device: str | None = None, model: str | None = None
+) -> OpenSweep:
     """Open the sweep of a folder again, with the settings that it was made with.
+
+    ``model`` repeats the folder's ``module:factory``, which is then imported.
 
     Raises:
         ConfigurationError: run.json is damaged, or the storage's password is not in it.
     """
     stored = _read(folder)
     config = SweepConfig.from_json(stored["config"])
+    config = replace(config, base=config.base.repeating(model))
     if device is not None:
         config = replace(config, base=config.base.on(device))
     if stored["storage"] != hidden(stored["storage"]) or "***" in stored["storage"]:
