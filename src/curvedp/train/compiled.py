@@ -101,6 +101,7 @@ class CompiledPass:
         self._synthetic = synthetic
         self._backend = backend
         self._programs: dict[Hashable, Program] = {}
+        self._tries = False  # on synthetic rows, of which an error may tell
         self.loss: Tensor | None = None
 
     def __call__(
@@ -176,7 +177,7 @@ class CompiledPass:
         except (CurvedpError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise _not_compilable(error) from error
+            raise _not_compilable(error, private_text_shown()) from error
         lifted = _lift_constants(graph)
         options: dict[str, Any] = {}
         if self._backend == "inductor":  # random draws as without a compiler
@@ -196,7 +197,8 @@ class CompiledPass:
                 except Exception as error:
                     if has_run or isinstance(error, torch.OutOfMemoryError):
                         raise
-                    raise _not_compilable(error) from error
+                    told = self._tries or private_text_shown()
+                    raise _not_compilable(error, told) from error
             has_run = True
             rest = iter(found)
             ios = [changed(io, lambda _: next(rest)) for io in pattern]
@@ -224,7 +226,11 @@ class CompiledPass:
             return
         rows = _some_rows(self.rows)
         eager = partial(self._recorded, batch.inputs, batch.targets, keep_inputs=kept)
-        theirs = self._drawn(lambda: program(given.leaves), rows)
+        self._tries = True
+        try:
+            theirs = self._drawn(lambda: program(given.leaves), rows)
+        finally:
+            self._tries = False
         ours = self._drawn(lambda: eager(point=point), rows)
         coarsest = max(self._dtypes(), key=lambda dtype: TOLERANCE.get(dtype, 0.1))
         allowed = [TOLERANCE.get(coarsest, 0.1) * _longest(x) for x in ours]
@@ -356,9 +362,9 @@ def _changes_buffer(name: str) -> CouplingError:
     )
 
 
-def _not_compilable(error: Exception) -> ConfigurationError:
+def _not_compilable(error: Exception, told: bool) -> ConfigurationError:
     said = "CURVEDP_DEBUG=1 shows what torch says"
-    if private_text_shown():  # it was traced on a private batch
+    if told:
         said = " ".join(str(error).split())[:LONGEST_MESSAGE]
     return ConfigurationError(
         f"this model's pass cannot be compiled: {type(error).__name__}: {said}",
