@@ -29,6 +29,8 @@ ADADPS = {
     "moments": ["batch-squares", "example-squares"],
     **CLIPS,
 }
+#: The authors' damping, 1e-10, scales coordinates that no probe moves by 1e5.
+DAMPED = {**ADADPS, "damping": ("log", 1e-8, 1e-1)}
 GEP = {
     **MOMENTUM,
     "clip_norm": [0.3, 1.0, 3.0],
@@ -58,6 +60,8 @@ ARMS = {
     "dp-adam": _arm("dp-adam", {}, {"learning_rate": ("log", 1e-4, 2e-2), **CLIPS}),
     "adadps public": _arm("adadps", PUBLIC, ADADPS),
     "adadps pink": _arm("adadps", {}, {**ADADPS, "spectral_power": [2.0, 3.0]}),
+    "adadps public, damped": _arm("adadps", PUBLIC, DAMPED),
+    "adadps pink, damped": _arm("adadps", {}, {**DAMPED, "spectral_power": [2.0, 3.0]}),
     "gep": _arm("gep", {}, {**STEP, **GEP}, {**LARGER_STEP, **GEP}),
     "disk": _arm("disk", {}, {**KALMAN, **CLIPS}),
     "dp-adambc": _arm("dp-adambc", {}, {**ADAMBC, **CLIPS}),

@@ -26,11 +26,6 @@ NOT_COUNTED = """\
 Choosing settings by results on a validation split is not counted in epsilon, here as in
 the papers: the data sets are public benchmarks.
 """
-#: What tables of DP-NGD carry that were measured before its floor moved at every step.
-STAIRCASE = """\
-The floor under `dp-ngd`'s eigenvalues moved at refreshes alone in these runs, as a
-staircase, and not at every step as equation 18 of the paper says and as it does now.
-"""
 HEADS = {
     "accuracy": f"""\
 # Accuracy at equal privacy
@@ -75,9 +70,9 @@ found there are tested at both. Most of the first eight trials of `dp-sgd`, `dp-
 the diagonal map turned out to have steps that are too short, so these arms have eight
 more with longer ones, and were tested again with what validation then chose; `dp-ngd`
 has its first eight. Rows without trials take the settings of `dp-ngd public` but for
-what they name. A diverged run is scored by the net as it then stands.
+what they name. A diverged run is scored by the net as it then stands. Where a table
+says that its floor moves at every step, every arm has four trials instead.
 
-{STAIRCASE}
 {NOT_COUNTED}""",
     "dp_ngd_choices": f"""\
 # Two choices of DP-NGD
@@ -92,7 +87,6 @@ public images](dp_ngd.md); every arm has eight trials and three paired seeds. Th
 paper's nets, batches and recipe are others (WRN-16-4 or ResNet-20, 4 096, 16 views), so
 its figures are beside ours for their order.
 
-{STAIRCASE}
 {NOT_COUNTED}""",
     "rivals": f"""\
 # Rivals of DP-KFC on MNIST
@@ -111,7 +105,8 @@ Learning rates are searched in one unit for all arms but Adam's: the way that pa
 go, in the long run, for a mean gradient as long as the clip norm, from 0.1 to 5 (GEP,
 whose best was at the end, to 20). Trials are spread evenly over a range. "Averaged" is
 the same recipe with an exponential average of its iterates as the result; for
-`dp-kfc+disk` it is a second search, around the best of the first one.
+`dp-kfc+disk` it is a second search, around the best of the first one. AdaDPS has its
+authors' damping, 1e-10, or, "damped", one that is searched as other arms' is.
 
 Of all arms the validation split puts `dp-kfc+disk` first at epsilon 1, and the second
 search of it at epsilon 8.
@@ -258,6 +253,7 @@ def section(table, about, chosen, records):
         f"{about.delta:g}, batch {about.batch_size}, {about.epochs} epochs "
         f"({own[0]['steps']} steps, noise {_multipliers(own)}).",
         "",
+        *([about.note] if about.note else []),
         "| arm | test accuracy, % | spread | seeds | above dp-sgd, paired (95 %) | "
         + ("the paper's | " if about.paper else "")
         + "validation | trials | chosen |",
