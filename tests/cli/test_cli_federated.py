@@ -3,6 +3,7 @@
 import json
 import subprocess
 
+import numpy as np
 import pytest
 
 SMALL = (
@@ -201,3 +202,28 @@ def test_a_folder_that_flower_would_take_for_another_is_refused(call, tmp_path, 
     done = call("federated", "client", "0", "--run-dir", name, "--insecure", code=2)
     assert "Flower cannot be told the path" in done.stderr
     assert not (tmp_path / name).exists()
+
+
+def test_a_covariance_of_public_data(call, tmp_path):
+    pytest.importorskip("flwr")
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "other.npz", x=rng.random((64, 1, 8, 8), dtype=np.float32),
+             y=rng.integers(0, 10, 64))  # fmt: skip
+    (tmp_path / "f.toml").write_text("public_data_options = {num_classes = 10}\n")
+    asked = (
+        *SMALL[:2],
+        "f.toml",
+        *SMALL[2:],
+        "--recipe",
+        "dp-fednew",
+        "--set",
+        "probe_size=32",
+        "--json",
+    )
+    public = ("--set", "probe=public", "--public-data", "other.npz")
+    found = [json.loads(call(*asked, *own).stdout) for own in ((), public)]
+    assert [row["round"] for row in found[1]["rounds"]] == list(range(1, 7))
+    assert "not protected" in found[1]["statement"]["public data"]
+    assert "public data" not in found[0]["statement"]
+    refused = call(*asked, "--set", "probe=public", code=2)
+    assert "--public-data" in refused.stderr

@@ -68,6 +68,9 @@ def _config(path: Path | None, own: dict[str, Any], pairs: list[str] | None) -> 
 def simulate(
     config: ConfigArgument = None,
     data: Annotated[str | None, typer.Option(help="As `curvedp train`.")] = None,
+    public_data: Annotated[
+        str | None, typer.Option(help="Declared public, for --set probe=public.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="As `curvedp train`.")] = None,
     recipe: Annotated[
         str | None, typer.Option(help="A federated one; see `curvedp recipes`.")
@@ -121,7 +124,8 @@ def simulate(
     Clients and server are those of a deployment; messages are Flower's.
     """
     own = {
-        "data": data, "model": model, "recipe": recipe, "mode": mode,
+        "data": data, "public_data": public_data, "model": model, "recipe": recipe,
+        "mode": mode,
         "clients": clients, "rounds": rounds, "epsilon": epsilon,
         "noise_multiplier": noise_multiplier, "delta": delta, "view": view,
         "colluding": colluding, "dropouts": dropouts, "relation": relation,

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from curvedp import data as datasets
-from curvedp.barrier import Relation
+from curvedp.barrier import Provenance, Relation
 from curvedp.data import ArrayDataset, DataSource, Task
 from curvedp.errors import ConfigurationError
 from curvedp.experiments.building import ModelShape, build_model
 from curvedp.experiments.config import RunConfig
+from curvedp.experiments.public import public_probe
 from curvedp.federated import (
     Client,
     FederatedPlan,
@@ -59,6 +60,9 @@ class FederationConfig:
         data: built-in name, file or folder. Of the server: where its test part is. Of a
             simulation: what is split between the clients.
         data_options: what is declared about the data.
+        public_data: built-in name, file or folder that is declared public, for a recipe
+            with ``probe="public"``; wherever this config is. Empty for none.
+        public_data_options: what is declared about it.
         model: built-in name or ``module:factory``, which may freeze a part.
         model_options: of the model.
         loss: name of a loss.
@@ -88,6 +92,8 @@ class FederationConfig:
 
     data: str = "digits"
     data_options: Mapping[str, Any] = field(default_factory=dict)
+    public_data: str = ""
+    public_data_options: Mapping[str, Any] = field(default_factory=dict)
     model: str = "logreg"
     model_options: Mapping[str, Any] = field(default_factory=dict)
     loss: str = "cross-entropy"
@@ -280,6 +286,7 @@ class FederationConfig:
             self.plan(),
             template,
             probe_seed=self.seed,
+            probes=public_probe(self, source),
         )
 
     def server(
@@ -372,5 +379,7 @@ def serve(
             on_round(row)
 
     run_rounds(server, ask, rounds=rounds, tries=tries, on_round=report)
-    plan = shared.plan
-    return FederationResult(rows, plan.statement(), plan.epsilon(server.round))
+    plan, statement = shared.plan, shared.plan.statement()
+    if shared.whiteners.provenance is Provenance.PUBLIC:
+        statement.append(("public data", "the map is made of it; it is not protected"))
+    return FederationResult(rows, statement, plan.epsilon(server.round))

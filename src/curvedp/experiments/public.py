@@ -6,19 +6,37 @@ not the private data itself, it has the same shape, and there is enough of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 from curvedp import data as datasets
 from curvedp.data import ArrayDataset, DataSource
 from curvedp.errors import ConfigurationError, DataError
 from curvedp.experiments.config import RunConfig
 from curvedp.probes import PublicProbe
+from curvedp.recipes import Recipe
 from curvedp.train.overlap import refuse_private_rows
 
 __all__ = ["public_probe", "public_validation"]
 
 
-def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
+class _Config(Protocol):
+    """What a run and a federation say alike of their data."""
+
+    @property
+    def data(self) -> str: ...
+
+    @property
+    def public_data(self) -> str: ...
+
+    @property
+    def public_data_options(self) -> Mapping[str, Any]: ...
+
+    def configured_recipe(self) -> Recipe: ...
+
+
+def public_probe(config: _Config, private: DataSource) -> PublicProbe | None:
     """The probe of a run's public data; None for a run that takes none.
 
     Args:
@@ -55,7 +73,7 @@ def public_probe(config: RunConfig, private: DataSource) -> PublicProbe | None:
             "that whitens with --set probe=public, or give no --public-data",
         )
     _refuse_private_data(config.public_data, config)
-    public = datasets.load(config.public_data, **config.public_data_options)
+    public = datasets.load(config.public_data, **dict(config.public_data_options))
     before = recipe.pretraining if recipe.pretrains else None
     own_labels = before is not None and before.pretrain_labels == "own"
     sizes: dict[str, int] = {}
@@ -93,7 +111,7 @@ def public_validation(config: RunConfig, private: DataSource) -> ArrayDataset:
     return public.train
 
 
-def _refuse_private_data(given: str, config: RunConfig) -> None:
+def _refuse_private_data(given: str, config: _Config) -> None:
     if Path(given).resolve() == Path(config.data).resolve():
         raise ConfigurationError(
             f"{given} is the private data itself",
