@@ -5,7 +5,8 @@ from __future__ import annotations
 from curvedp import Trainer
 from curvedp.accounting import Ledger
 from curvedp.clipping import bounded, rules
-from curvedp.layers import anew, coverage, resolve, rounding, verify
+from curvedp.layers import anew, coverage, io, resolve, rounding, verify
+from curvedp.layers.dense import DenseIO
 from curvedp.noise import GaussianMechanism, RandomStreams, Stream
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalLoader
@@ -263,6 +264,22 @@ FAULTS = [
                 rounding.counted,
                 "torch.maximum(norms, terms / REACH[summed_in])",
                 "norms",
+            ),
+        ),
+    ),
+    Fault(
+        "12 uses of a weight that cancel, in float32",
+        rounding_checks.uses_that_cancel_do_not_round_apart,
+        (Patch(io.uses_together, "summed(torch.float64)", "summed(torch.float32)"),),
+    ),
+    Fault(
+        "12 a bias over all positions of a batch at once",
+        rounding_checks.positions_that_cancel_in_a_bias_do_not_round_apart,
+        (
+            Patch(
+                DenseIO._summed,
+                "part = torch.tensordot(c, own, 1).flatten()",
+                "part = (rows * c.reshape(-1, 1, 1, 1)).sum((0, 2)).flatten()",
             ),
         ),
     ),

@@ -49,7 +49,13 @@ from curvedp.layers.costs import (
     written_rows,
 )
 from curvedp.layers.gram import gram_sum
-from curvedp.layers.io import DirectIO, LayerIO, replace_examples, together
+from curvedp.layers.io import (
+    DirectIO,
+    LayerIO,
+    replace_examples,
+    together,
+    uses_together,
+)
 from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import (
     ROUNDING,
@@ -192,10 +198,18 @@ class DenseIO(LayerIO):
     def weighted_sum(
         self, weights: Tensor, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
+        def summed(dtype: torch.dtype) -> dict[str, Tensor]:
+            return self._summed(weights.to(dtype), dtype)
+
+        like = self.calls[0][1]
+        if len(self.calls) > 1:
+            return uses_together(self, weights, like, summed)
+        return summed(dtype or compute_dtype(like))
+
+    def _summed(self, weights: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         weight_sum: Tensor | None = None
         bias_sum: Tensor | None = None
-        dtype = dtype or compute_dtype(self.calls[0][1])
-        for x, d, c in self._pieces(weights.to(dtype)):
+        for x, d, c in self._pieces(weights):
             x, d = x.to(dtype), d.to(dtype)
             if x.numel() < d.numel():  # which is the shorter pass over memory
                 scaled_x, scaled_d = _scaled(x, c), d
@@ -204,11 +218,10 @@ class DenseIO(LayerIO):
             part = self.geometry.weight_sum(scaled_x, scaled_d)
             weight_sum = part if weight_sum is None else weight_sum + part
             if self.bias is not None:
-                rows = self.geometry.output_rows(scaled_d)  # [B, G, T, r]
-                if scaled_d is d:
-                    part = torch.tensordot(c, rows.sum(2), 1).flatten()
-                else:
-                    part = rows.sum((0, 2)).flatten()
+                rows = self.geometry.output_rows(d)  # [B, G, T, r]
+                # an example by itself first: its positions may cancel
+                own = rows[:, :, 0] if rows.shape[2] == 1 else rows.sum(2)
+                part = torch.tensordot(c, own, 1).flatten()
                 bias_sum = part if bias_sum is None else bias_sum + part
         assert weight_sum is not None
         sums = {self.weight: weight_sum}

@@ -21,7 +21,7 @@ of several weights, and weights that modules share, are made of these by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,15 +29,22 @@ from torch import Tensor
 
 from curvedp.layers.costs import CHUNK_ELEMENTS
 from curvedp.layers.planned import kind_of
-from curvedp.layers.precision import ROUNDING, compute_dtype, square_dtype
+from curvedp.layers.precision import (
+    ROUNDING,
+    compute_dtype,
+    fast_float64,
+    square_dtype,
+)
 
 __all__ = [
     "CHUNK_ELEMENTS",
     "DirectIO",
     "LayerIO",
     "UnreachedIO",
+    "added",
     "replace_examples",
     "together",
+    "uses_together",
 ]
 
 
@@ -112,6 +119,46 @@ def replace_examples(x: Tensor, mask: Tensor) -> Tensor:
 def together(parts: Sequence[Tensor]) -> Tensor:
     """What was computed for parts of a batch; one that is the whole is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+
+
+def added(values: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Their sum, by name."""
+    total: dict[str, Tensor] = {}
+    for own in values:
+        for name, value in own.items():
+            total[name] = total[name] + value if name in total else value
+    return total
+
+
+def uses_together(
+    io: LayerIO,
+    weights: Tensor,
+    like: Tensor,
+    summed: Callable[[torch.dtype], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """``weighted_sum`` of a weight with several uses, which may cancel.
+
+    Each use has a sum over the whole batch of its own, which is long where they cancel,
+    however little is left of an example: float32 rounds 0.25 C of it at 65,536 rows. So
+    they are added up in float64, and where that is slow the gradients of a few examples
+    at a time are written down, each in its whole, before anything of others is added.
+
+    Args:
+        io: the layer.
+        weights: of the examples.
+        like: any tensor of the layer.
+        summed: the sum, use by use, in a dtype.
+    """
+    if fast_float64(like) or like.dtype == torch.float64:
+        return summed(torch.float64)
+    one = io.take(slice(0, 1)).per_example()
+    each = sum(g.numel() for g in one.values())
+    rows = max(1, CHUNK_ELEMENTS.get(kind_of(like), 2**20) // max(1, each))
+    parts = [slice(i, i + rows) for i in range(0, io.batch_size, rows)]
+    return added(
+        DirectIO(io.name, io.take(part).per_example()).weighted_sum(weights[part])
+        for part in parts
+    )
 
 
 @dataclass(frozen=True, repr=False)

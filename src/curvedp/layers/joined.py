@@ -25,7 +25,7 @@ common by ``sum_k e_k``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -34,7 +34,14 @@ from torch import Tensor
 
 from curvedp.layers.costs import NormMethod, choose_method
 from curvedp.layers.dense import DenseIO
-from curvedp.layers.io import CHUNK_ELEMENTS, DirectIO, LayerIO, UnreachedIO
+from curvedp.layers.io import (
+    CHUNK_ELEMENTS,
+    DirectIO,
+    LayerIO,
+    UnreachedIO,
+    added,
+    uses_together,
+)
 from curvedp.layers.lookup import LookupIO
 from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import ROUNDING, compute_dtype
@@ -76,9 +83,13 @@ class JoinedIO(LayerIO):
     def names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(n for part in self.parts for n in part.names))
 
+    @property
+    def _shares(self) -> bool:
+        """Whether parts have a parameter in common."""
+        return len(self.names) < sum(len(part.names) for part in self.parts)
+
     def sq_norms(self) -> Tensor:
-        names = [name for part in self.parts for name in part.names]
-        if len(set(names)) == len(names):  # each has allowed for its own rounding
+        if not self._shares:  # each has allowed for its own rounding
             return torch.stack([part.sq_norms() for part in self.parts]).sum(0)
         total = torch.stack([_wide_sq_norms(part) for part in self.parts]).sum(0)
         for left, right in combinations(self.parts, 2):
@@ -94,7 +105,12 @@ class JoinedIO(LayerIO):
     def weighted_sum(
         self, weights: Tensor, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        return _added([part.weighted_sum(weights, dtype) for part in self.parts])
+        def summed(dtype: torch.dtype | None) -> dict[str, Tensor]:
+            return added(part.weighted_sum(weights, dtype) for part in self.parts)
+
+        if not self._shares:
+            return summed(dtype)
+        return uses_together(self, weights, _tensors(self.parts[0])[-1], summed)
 
     def keep(self, mask: Tensor) -> JoinedIO:
         return replace(self, parts=[part.keep(mask) for part in self.parts])
@@ -107,7 +123,7 @@ class JoinedIO(LayerIO):
         return torch.stack([s for s, _ in spreads]).sum(0), max(v for _, v in spreads)
 
     def per_example(self) -> dict[str, Tensor]:
-        return _added([part.per_example() for part in self.parts])
+        return added(part.per_example() for part in self.parts)
 
     def settled(self) -> LayerIO:
         parts = [part.settled() for part in self.parts]
@@ -115,16 +131,8 @@ class JoinedIO(LayerIO):
         others = [part for part in parts if not isinstance(part, DirectIO)]
         if not written:
             return self
-        direct = DirectIO(self.name, _added(written))
+        direct = DirectIO(self.name, added(written))
         return replace(self, parts=[direct, *others]) if others else direct
-
-
-def _added(values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for own in values:
-        for name, value in own.items():
-            total[name] = total[name] + value if name in total else value
-    return total
 
 
 # -- inner products of two parts -------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from curvedp.layers.io import LayerIO, replace_examples
+from curvedp.layers.io import LayerIO, replace_examples, uses_together
 from curvedp.layers.precision import ROUNDING, compute_dtype, norm_dtype
 from curvedp.layers.rounding import counted, sq_length
 
@@ -81,8 +81,17 @@ class LookupIO(LayerIO):
     def weighted_sum(
         self, weights: Tensor, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
+        def summed(dtype: torch.dtype) -> dict[str, Tensor]:
+            return self._summed(weights, dtype)
+
+        like = self.calls[0][1]
+        if len(self.calls) > 1:
+            return uses_together(self, weights, like, summed)
+        return summed(dtype or compute_dtype(like))
+
+    def _summed(self, weights: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         ids, d = self.tokens()
-        d = d.to(dtype or d.dtype)
+        d = d.to(dtype)
         scaled = d * weights.to(d.dtype).reshape(-1, 1, 1)
         table = d.new_zeros(self.rows, d.shape[-1])
         table.index_add_(0, ids.flatten(), scaled.flatten(0, 1))

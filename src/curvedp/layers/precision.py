@@ -26,6 +26,7 @@ __all__ = [
     "NormPrecision",
     "compute_dtype",
     "exact",
+    "fast_float64",
     "norm_dtype",
     "norms_in",
     "short_products",
@@ -66,11 +67,14 @@ def norm_dtype(x: Tensor) -> torch.dtype:
     """
     if _chosen.get() is not NormPrecision.WIDE:
         return compute_dtype(x)
+    return torch.float64 if fast_float64(x) else compute_dtype(x)
+
+
+def fast_float64(x: Tensor) -> bool:
+    """Whether float64 is not much slower than float32 where the tensor lies."""
     if x.device.type == "cpu":
-        return torch.float64
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) in _FAST_FLOAT64:
-        return torch.float64
-    return compute_dtype(x)
+        return True
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) in _FAST_FLOAT64
 
 
 def square_dtype(x: Tensor) -> torch.dtype:

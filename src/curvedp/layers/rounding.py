@@ -42,6 +42,13 @@ longer than what is left of them rounds much. So an example never counts for les
 most, whatever they cancel to. Ordinary gradients are a twentieth of S or more, and keep
 their norm; one that cancels to less than ``1 / REACH`` contributes less than C.
 
+*Uses that cancel.* Those of a layer that is called twice, or of a weight that modules
+share, each have a sum of their own over the whole batch. It is ``B REACH C`` long at
+worst, whatever is left of an example, so these sums are added up in float64
+(:func:`curvedp.layers.io.uses_together`). With n terms in all, in whatever order, the
+sum is off by ``gamma_n B REACH C`` at most, 2.4e-4 C for two neighbours together at
+65,536 rows of two uses; that is less than what contributions are shortened by.
+
 These bounds are worst cases. Rounding errors are mostly independent, and then grow like
 ``sqrt(n) u``; no guarantee rests on that.
 """

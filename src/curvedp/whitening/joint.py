@@ -77,11 +77,10 @@ class JointMap(DenseMap):
     def sq_norms(self, io: LayerIO) -> Tensor:
         if isinstance(io, DenseIO):
             return together([self._of_rows(io, part) for part, _ in io.chunks()])
-        m = self.matrix(io.per_example())
-        summed_in = norm_dtype(m)
-        m = m.to(square_dtype(m))
-        terms = self._largest * m.square().sum((1, 2, 3)).sqrt()
-        rounding = 8 * ROUNDING[summed_in]
+        m, spread, rounding = self.written(io)
+        m, summed_in = m.to(square_dtype(m)), norm_dtype(m)
+        rounding += 8 * ROUNDING[summed_in]
+        terms = self._largest * spread
         return counted(self._of_gradients(m), terms, rounding, summed_in)
 
     def sum_dtype(self, io: LayerIO) -> torch.dtype | None:

@@ -52,6 +52,7 @@ from curvedp.layers.rounding import (
     terms_of,
     unit,
 )
+from curvedp.layers.widened import widened
 from curvedp.whitening import thin
 from curvedp.whitening.costs import inputs_first, outputs_first
 from curvedp.whitening.roots import (
@@ -165,6 +166,16 @@ class DenseMap:
         bias = values[self.bias].reshape(*lead, self.groups, rows, 1)
         return torch.cat([m, bias.to(m.dtype)], -1)
 
+    def written(self, io: LayerIO) -> tuple[Tensor, Tensor, float]:
+        """Gradients as matrices, in the dtype of norms; S, and their own rounding.
+
+        Uses of a tied weight may cancel: what float32 leaves of them is not what their
+        sum in float64 does.
+        """
+        exactly = widened(io, norm_dtype(like(io)))
+        spread, rounding = exactly.spread()
+        return self.matrix(exactly.per_example()), spread, rounding
+
     def values(self, m: Tensor, like: Values) -> dict[str, Tensor]:
         """The inverse of :meth:`matrix`, in the dtypes of ``like``."""
         weight = m if self.bias is None else m[..., :-1]
@@ -219,14 +230,13 @@ class KroneckerMap(DenseMap):
             return together([self._of_rows(io, *item) for item in io.chunks()])
         if isinstance(io, LookupIO):
             return self._of_tokens(io)
-        summed_in, grads = self._summed_in(io), io.per_example()
+        summed_in = self._summed_in(io)
         size = max(1, _chunk(io) // self.shape.numel())
         found = []
         for start in range(0, io.batch_size, size):
-            part = {n: g[start : start + size] for n, g in grads.items()}
-            m = (own := self.matrix(part)).to(norm_dtype(own))
-            rounding = 8 * ROUNDING[summed_in] + self._map_rounding(m.dtype)
-            terms = self._largest * over_groups(_sq_norms(m)).sqrt()
+            m, spread, rounding = self.written(io.take(slice(start, start + size)))
+            rounding += 8 * ROUNDING[summed_in] + self._map_rounding(m.dtype)
+            terms = self._largest * spread
             found.append(counted(self._of_gradients(m), terms, rounding, summed_in))
         return together(found)
 
