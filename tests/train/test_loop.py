@@ -104,12 +104,17 @@ def test_private_discriminator_and_public_generator():
     critic, generator = Critic(), nn.Linear(2, 4)
     critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
     generator_optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
-    x, y = examples().tensors
+
+    def beside_generated(batch):
+        x, y = batch
+        return torch.stack([x, generator(torch.randn(len(x), 2))], 1), y
+
     private = make_private(
         critic,
         critic_optimizer,
-        TensorDataset(x[:, None].repeat(1, 2, 1), y),
+        examples(),
         loss=loss,
+        prepare=beside_generated,
         noise_multiplier=1.0,
         sample_rate=0.5,
         steps=5,
@@ -119,9 +124,6 @@ def test_private_discriminator_and_public_generator():
     before = parameters(generator), parameters(critic)
     for both, targets in private.loader:
         private.optimizer.zero_grad()
-        with torch.no_grad():
-            fake = generator(torch.randn(len(both), 2))
-        both = torch.stack([both[:, 0], fake], 1)
         private.loss(private.model(both), targets).backward()
         private.optimizer.step()
 

@@ -7,12 +7,9 @@ cannot be tried on made-up batches; a function can. So the loader runs it: ``pre
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
@@ -32,7 +29,7 @@ _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 _APART = (
     "make each row from the same row alone, with constants that were declared before "
-    "training; draw random numbers from torch, numpy or random"
+    "training; draw random numbers from torch's own generator"
 )
 
 
@@ -123,23 +120,9 @@ def as_bits(x: Tensor) -> Tensor:
 
 def _result(function: Prepare, batch: Any, size: int) -> list[Any]:
     copied = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
-    with _same_random_state():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
         return tree_flatten(prepared(function, copied, size))[0]
-
-
-@contextmanager
-def _same_random_state() -> Iterator[None]:
-    """The same draws each time, and the caller's generators as they were."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            random.seed(0)
-            np.random.seed(0)
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 def _mixed(first: Any, second: Any, changed: Tensor) -> Any:
