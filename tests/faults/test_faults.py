@@ -15,6 +15,7 @@ from . import (
     payment_faults,
     peer_faults,
     record_faults,
+    row_faults,
     rule_faults,
     state_faults,
     stranger_faults,
@@ -26,6 +27,7 @@ FAULTS = rule_faults.FAULTS + curvature_faults.FAULTS + peer_faults.FAULTS
 FAULTS += correlated_faults.FAULTS + federated_faults.FAULTS
 FAULTS += payment_faults.FAULTS + stranger_faults.FAULTS + state_faults.FAULTS
 FAULTS += record_faults.FAULTS
+FAULTS += row_faults.FAULTS
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(f.check for f in FAULTS))

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 from curvedp import Trainer, make_private
 from curvedp.errors import ConfigurationError, DataError, LoopError
+from curvedp.train import rows as module
 
 PAD = 0
 
@@ -123,8 +124,8 @@ def test_rows_that_were_mixed_are_refused_before_a_payment(name, tier):
 
 
 def test_large_rows_are_compared_at_places_of_every_row():
-    dataset = TensorDataset(rows(40, 3, 64, 64), rows(40, high=3))
-    net = nn.Sequential(nn.AvgPool2d(16), nn.Flatten(), nn.Linear(48, 3))
+    dataset = TensorDataset(rows(40, 3, 80, 80), rows(40, high=3))
+    net = nn.Sequential(nn.AvgPool2d(20), nn.Flatten(), nn.Linear(48, 3))
     passed = train(attach(dataset, net))
     assert passed.step == 3
     swapped = torch.tensor([0, 1, 2, 4, 3, 5, 6, 7])
@@ -188,6 +189,41 @@ def test_without_a_loss_the_statement_says_what_was_not_compared():
         F.cross_entropy(private.model(x), y).backward()
         private.optimizer.step()
     assert "labels were not compared" in str(private.statement())
+
+
+def as_on_a_gpu(x, y):
+    """A comparison that is made, and whose answer nobody has waited for."""
+    return torch.tensor(not torch.equal(x.nan_to_num(), y.nan_to_num()))
+
+
+@pytest.mark.parametrize("change", [ordered, in_place, past_the_version])
+def test_on_a_gpu_the_answer_comes_before_the_payment(change, monkeypatch):
+    monkeypatch.setattr(module, "differ", as_on_a_gpu)
+    late = []
+    made = module._Late.__init__
+
+    def noted(self, flags, argument):
+        late.append(argument.where)
+        made(self, flags, argument)
+
+    monkeypatch.setattr(module._Late, "__init__", noted)
+    private = attach(vectors(), nn.Linear(4, 3))
+    train(private, lambda batch: (batch[0].clone(), batch[1].clone()))
+    assert {"private.model", "private.loss"} <= set(late)
+
+    private = attach(vectors(), nn.Linear(4, 3))
+    honest = iter([True])
+
+    def first_is_honest(batch):  # so that the way is known: nothing is searched for
+        if next(honest, False):
+            return batch[0].clone(), batch[1].clone()
+        return tuple(x.clone() for x in change(*batch))
+
+    with pytest.raises(LoopError, match=r"private\.loader gave"):
+        train(private, first_is_honest)
+    with pytest.raises(LoopError):
+        private.optimizer.step()
+    assert paid(private) == private.step <= 1
 
 
 # -- ordinary loops ----------------------------------------------------------------
@@ -316,13 +352,18 @@ def test_ordinary_lines_pass_or_are_refused_with_the_line_to_write(name):
 
 
 def test_a_large_image_in_another_layout_passes():
-    dataset = TensorDataset(rows(24, 40, 40, 6).relu(), rows(24, high=3))
-    private = attach(dataset, Flat(9600))
-    train(private, of_inputs(lambda x: x.permute(0, 3, 1, 2)))
-    assert private.step == 3
+    dataset = TensorDataset(rows(24, 56, 56, 6).relu(), rows(24, high=3))
+    for change in (
+        lambda x: x.permute(0, 3, 1, 2),
+        lambda x: x.permute(0, 3, 1, 2).contiguous(),
+        lambda x: x.to(torch.float64).permute(0, 3, 1, 2),
+    ):
+        private = attach(dataset, Flat(18816))
+        train(private, of_inputs(change))
+        assert private.step == 3
     layouts = iter([(0, 2, 1, 3), (0, 3, 1, 2), (0, 1, 3, 2)] * 9)
-    private = attach(dataset, Flat(9600))  # another way for every batch
-    train(private, of_inputs(lambda x: x.permute(next(layouts))))
+    private = attach(dataset, Flat(18816))  # another way for every batch
+    train(private, of_inputs(lambda x: x.clone().permute(next(layouts))))
     assert private.step == 3
 
 

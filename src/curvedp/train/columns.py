@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 #: Elements of a tensor that is compared whole.
-WHOLE = 2**16
+WHOLE = 2**17
 
-#: Places of a row that are compared in a larger one.
-PLACES = 64
+#: Places of a row that are compared in a larger one, in runs that share a cache line.
+PLACES, RUN = 128, 8
 
 #: Elements that are hashed at a time.
 CHUNK = 2**22
@@ -64,13 +64,15 @@ def places_of(x: Tensor) -> Tensor | None:
 
 @lru_cache(maxsize=256)
 def _spread(width: int, device: torch.device) -> Tensor:
-    """Places from a width alone: dense at both ends, where texts are, and even."""
-    found = {end for k in range(10) for end in (2**k - 1, width - 2**k)}
-    number = 0
-    while len(found) < PLACES:
-        found.add(int(width * (number * 0.6180339887498949 % 1)))
-        number += 1
-    return torch.tensor(sorted(found), device=device)
+    """Runs of places from a width alone: at both ends, where texts are, and between.
+
+    Multiples of the golden ratio meet no row or channel of an image twice.
+    """
+    last = width - RUN
+    between = [int(last * (k * 0.6180339887498949 % 1)) for k in range(PLACES // RUN)]
+    starts = sorted([last, *between[: PLACES // RUN - 1]])
+    found = sorted({start + k for start in starts for k in range(RUN)})
+    return torch.tensor(found, device=device)
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:

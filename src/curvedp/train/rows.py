@@ -61,6 +61,20 @@ class _Given:
         """Whether its version says so."""
         return version(self.tensor) != self.version
 
+    def shows(self, x: Tensor) -> bool:
+        """Whether ``x`` is a view of it that stays within each row."""
+        own = self.tensor
+        if x.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+            return False
+        steps = zip(x.shape[1:], x.stride()[1:], strict=True)
+        first = x.storage_offset() - own.storage_offset()
+        last = first + sum((size - 1) * step for size, step in steps)
+        return (
+            own.is_contiguous()
+            and (x.dtype, x.stride(0)) == (own.dtype, own.stride(0))
+            and 0 <= first <= last < own.stride(0)
+        )
+
     def differs(self) -> bool | Tensor:
         """Whether it was written to; writes through .data and numpy have no version."""
         now = columns_at(self.tensor, places_of(self.tensor))
@@ -175,8 +189,13 @@ class GivenRows:
         if x.layout is not torch.strided or x.shape[:1] != (self._rows,):
             said = "does not have the rows of the batch"
             self._refuse(argument.where, argument.name, said)
-        ways = self._ways.get(argument.key)
-        flags = [True] if ways is None else self._differences(x, ways)
+        whole = [given for given in self._given if given.shows(x)]
+        if whole:
+            flags = [whole[0].differs()]
+        elif (ways := self._ways.get(argument.key)) is not None:
+            flags = self._differences(x, ways)
+        else:
+            flags = [True]
         if any(flag is True for flag in flags):
             self._find(argument)
         elif waiting := [flag for flag in flags if isinstance(flag, Tensor)]:
