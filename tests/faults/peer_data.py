@@ -18,6 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from curvedp import Trainer
@@ -185,8 +186,13 @@ def attaching_sees_no_value():
     seen = []
     model = linear()
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0].abs().max()))
+
+    def collate(items):
+        seen.extend(x.abs().max() for x, _ in items)
+        return default_collate(items)
+
     x, y = examples().tensors
-    private = attach(TensorDataset(1e6 + x, y), model)
+    private = attach(TensorDataset(1e6 + x, y), model, collate_fn=collate)
     assert max(map(float, seen)) <= 1, "the check at attach time ran on private values"
     empty = private._engine._loader._empty
     assert not any(bool(t.any()) for t in empty), "padding holds a private example"

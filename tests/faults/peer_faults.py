@@ -12,7 +12,7 @@ from curvedp.layers.capture import Recording
 from curvedp.layers.conv import ConvGeometry
 from curvedp.noise import RandomStreams, SecureStreams, secure
 from curvedp.plan import Plan
-from curvedp.sampling import PhysicalLoader, PoissonSampler, physical
+from curvedp.sampling import PhysicalLoader, PoissonSampler, physical, rows
 from curvedp.train import CsvLog, datasets, guard, statement
 from curvedp.train.engine import Engine
 from curvedp.train.noise import RunNoise
@@ -221,7 +221,16 @@ _DATA = [
     fault(
         "a private example as padding",
         peer_data.attaching_sees_no_value,
-        (physical.template_batch, "tree_map(_zeros, batch)", "batch"),
+        (rows._template, "torch.zeros_like(x) if isinstance(x, Tensor) else x", "x"),
+    ),
+    fault(
+        "a private example through collate",
+        peer_data.attaching_sees_no_value,
+        (
+            rows.RowCollate.of.__func__,
+            "trial.collated([records.make(0)])",
+            "trial.collated([dataset[0]])",
+        ),
     ),
     fault(
         "the loss in the log",

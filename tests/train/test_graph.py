@@ -276,7 +276,7 @@ def test_guards_hold_in_a_graph():
     with pytest.raises(LoopError, match="without a batch from"):
         private.train_on((x[:8], y[:8]))
     for batch in private.loader:
-        with pytest.raises(LoopError, match="given what private.loader gave"):
+        with pytest.raises(LoopError, match=r"given what private\.loader gave"):
             private.train_on([value.flip(0) for value in batch])
         private.model.module[0].weight.grad = torch.ones_like(
             private.model.module[0].weight

@@ -41,6 +41,7 @@ __all__ = [
     "judges",
     "perturbed_parameters",
     "unfollowable",
+    "without_dropout",
 ]
 
 #: ``loss(output, targets) -> [B]``: the loss of every example on its own.
@@ -233,7 +234,7 @@ def judges(trial: Trial, batch: Batch) -> list[Trial]:
     if sharp is None:
         return [trial]
     try:
-        with _without_dropout(trial.model), _without_dropout(sharp.model):
+        with without_dropout(trial.model), without_dropout(sharp.model):
             copied, own = _plain_losses(sharp, batch), _plain_losses(trial, batch)
     except Exception:  # of whatever kind: the copy is only a sharper eye
         return [trial]
@@ -258,12 +259,16 @@ def _plain_losses(trial: Trial, batch: Batch) -> Tensor:
 
 
 @contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without the fused layers that torch has for it."""
     modes = {m: m.training for m in model.modules()}
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # no hook is called inside of them
     model.eval()
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         for module, mode in modes.items():
             module.training = mode
 

@@ -12,7 +12,7 @@ goes through ``torch.utils.data.DataLoader``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,12 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
     TensorDataset,
-    default_collate,
 )
 
 from curvedp.errors import DataError, withheld
@@ -39,12 +38,12 @@ from curvedp.sampling.prepare import (
     made_up,
     prepared,
 )
+from curvedp.sampling.rows import Collate, RowCollate
 from curvedp.sampling.views import Views
 from curvedp.sampling.watched import WatchedDataset, watched_options
 
 __all__ = ["PhysicalBatch", "PhysicalLoader", "gathers"]
 
-Collate = Callable[[list[Any]], Any]
 Rows = npt.NDArray[np.int64]
 
 
@@ -72,7 +71,8 @@ class PhysicalLoader:
         dataset: map-style, with a length.
         sampler: draws the examples of a step.
         physical_batch_size: P; every batch has this many rows.
-        collate: the user's collate function; None takes torch's default.
+        collate: the user's collate function, which is tried here if it was not before;
+            None takes torch's default.
         options: further ``DataLoader`` arguments (workers, pinned memory, ...).
         people: who the examples belong to, if the person is the unit: the sampler then
             draws persons, and each has K rows in its physical batch.
@@ -107,14 +107,16 @@ class PhysicalLoader:
             self._slots = views.count
         self._units = max(1, physical_batch_size // self._slots)
         self._physical = self._units * self._slots
-        self._collate = collate
         self._options = dict(options or {})
+        self._collate = RowCollate.of(dataset, collate)
+        if people is not None:
+            self._collate.refuse_lists()
         # A whole batch of a tensor dataset is one gather instead of P of them.
-        self._gather = gathers(dataset) and collate is None and not self._options
+        self._gather = gathers(dataset) and self._collate.stacks and not self._options
         if self._gather:
             self._devices = {t.device for t in dataset.tensors}
         self._numbers = torch.arange(self._physical)
-        self._empty = self.template()
+        self._empty = self._collate.template
         if prepare is not None:
             size = min(self._physical, MOST_ROWS)
             make = partial(made_up, self._empty, size)
@@ -142,7 +144,7 @@ class PhysicalLoader:
 
     def template(self) -> Any:
         """A batch of one example, for its shapes; the values mean nothing."""
-        return template_batch(self._dataset, self._collate)
+        return self._empty
 
     def steps(self, first: int, stop: int) -> Iterator[PhysicalBatch]:
         """Physical batches of the logical steps ``first, ..., stop - 1``."""
@@ -264,14 +266,13 @@ class _Portions:
 class _PaddedCollate:
     """The user's collate function, then padding; a class, so that it pickles."""
 
-    collate: Collate | None
+    collate: RowCollate
     empty: Any
     size: int
 
     def __call__(self, examples: list[Any]) -> Any:
         with withheld("collate_fn"):
-            make = self.collate or default_collate
-            batch = make(examples) if examples else self.empty
+            batch = self.collate(examples) if examples else self.empty
         return pad_batch(batch if examples else _no_rows(batch), self.size)
 
 
@@ -284,21 +285,6 @@ def pad_batch(batch: Any, size: int) -> Any:
         return torch.cat([x, x.new_zeros(size - x.shape[0], *x.shape[1:])])
 
     return tree_map(pad, batch)
-
-
-def template_batch(dataset: Any, collate: Collate | None = None) -> Any:
-    """A batch of one example with all values zero: shapes and dtypes, nothing else."""
-    with withheld("the dataset or its collate_fn"):
-        batch = (collate or default_collate)([dataset[0]])
-    leaves = [x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)]
-    if not leaves or any(x.dim() == 0 or x.shape[0] != 1 for x in leaves):
-        raise DataError(
-            "the collate function must give tensors with one row per example, and for "
-            "one example it gave "
-            + (", ".join(str(tuple(x.shape)) for x in leaves) or "no tensor"),
-            "return tensors (or tuples and dictionaries of them) of shape [batch, ...]",
-        )
-    return tree_map(_zeros, batch)
 
 
 def gathers(dataset: Any) -> bool:
@@ -331,10 +317,6 @@ def population(dataset: Any) -> int:
     if size == 0:
         raise DataError("the dataset is empty", "give at least one example")
     return int(size)
-
-
-def _zeros(x: Any) -> Any:
-    return torch.zeros_like(x) if isinstance(x, Tensor) else x
 
 
 def _no_rows(batch: Any) -> Any:

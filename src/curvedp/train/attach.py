@@ -34,6 +34,7 @@ from curvedp.train.ledgers import open_ledger
 from curvedp.train.losses import per_example_loss
 from curvedp.train.measured import MeasuredSource, measured_layers
 from curvedp.train.overlap import refuse_private_rows
+from curvedp.train.padding import padding_tried
 from curvedp.train.passes import ForwardPrecision, chosen_norms
 from curvedp.train.pretrain import PublicStart
 from curvedp.train.private import Private
@@ -64,6 +65,7 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
     physical_batch_size: int | str | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     loader_options: Mapping[str, Any] | None = None,
+    sample: Sequence[Any] | None = None,
     people: Sequence[Hashable] | None = None,
     examples_per_person: int | None = None,
     augment: Augment | None = None,
@@ -101,8 +103,10 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
         physical_batch_size: rows of every batch that the loader yields. It bounds
             memory and has no influence on what is sampled or released. "auto" takes
             what fits into memory, found with synthetic rows.
-        collate_fn: as for a ``DataLoader``.
+        collate_fn: as for a ``DataLoader``. It is tried on records made up from the
+            types and shapes of ``dataset[0]``, which count as public.
         loader_options: further ``DataLoader`` arguments (``num_workers``, ...).
+        sample: public examples to try ``collate_fn`` on, where none can be made up.
         people: for every example, whose it is. The person is then the unit: persons are
             sampled, and all that one contributes to a step is clipped together.
             ``batch_size`` and ``sample_rate`` count persons.
@@ -162,7 +166,9 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
     plan_settings = PrivacySettings.of(settings)
     refuse_processes(plan_settings.independent_process)
     group = _people(people, examples_per_person)
-    source = TrainingData.of(dataset, collate_fn, loader_options, group, prepare)
+    source = TrainingData.of(
+        dataset, collate_fn, loader_options, group, prepare, sample
+    )
     if isinstance(probes, PublicProbe):
         refuse_private_rows(probes.dataset, source.dataset, "the probe's public data")
     plan = plan_settings.first_plan(chosen, source.size, examples_per_person)
@@ -181,6 +187,10 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
         synthetic = synthesiser_like(template, model)
     coverage = cover(model, synthetic, checked_loss)
     tokenizer = source.tokenizer
+    source = replace(
+        source,
+        collate=padding_tried(source.rows, model, coverage, checked_loss, prepare),
+    )
     check_optimizer(model, optimizer)
     tried = rehearse(optimizer, chosen)
     curvature = _checked(chosen.curvature, coverage)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -22,13 +23,13 @@ from curvedp.errors import ConfigurationError
 from curvedp.layers import Batch
 from curvedp.noise import RandomStreams, Stream
 from curvedp.sampling import People, PhysicalLoader, Prepare, Sampler, Views
-from curvedp.sampling.physical import population, template_batch
+from curvedp.sampling.physical import population
 from curvedp.sampling.prepare import prepared
+from curvedp.sampling.rows import Collate, RowCollate
 from curvedp.train.settings import default_physical_batch_size
 
-__all__ = ["Augment", "TrainingData", "chosen_views", "moved"]
+__all__ = ["Augment", "TrainingData", "as_batch", "chosen_views", "moved"]
 
-Collate = Callable[[list[Any]], Any]
 #: An augmentation by name, or a function ``(inputs, generator) -> inputs``.
 Augment = str | Callable[[Tensor, torch.Generator], Tensor]
 
@@ -48,6 +49,7 @@ class TrainingData:
     options: Mapping[str, Any]
     people: People | None = None
     prepare: Prepare | None = None
+    sample: Sequence[Any] | None = None
 
     @classmethod
     def of(
@@ -57,6 +59,7 @@ class TrainingData:
         loader_options: Mapping[str, Any] | None = None,
         people: People | None = None,
         prepare: Prepare | None = None,
+        sample: Sequence[Any] | None = None,
     ) -> TrainingData:
         """From a dataset, or from a DataLoader whose sampler is replaced."""
         options = dict(loader_options or {})
@@ -72,13 +75,19 @@ class TrainingData:
         collate_fn = options.pop("collate_fn", None) or collate_fn
         if not isinstance(dataset, DataLoader):
             people = _matching(people, dataset)
-            return cls(dataset, collate_fn, options, people, prepare)
+            return cls(dataset, collate_fn, options, people, prepare, sample)
         _refuse_sampler(dataset)
         if collate_fn is None and dataset.collate_fn is not default_collate:
             collate_fn = dataset.collate_fn
         options = {**_options(dataset), **options}
         dataset = dataset.dataset
-        return cls(dataset, collate_fn, options, _matching(people, dataset), prepare)
+        people = _matching(people, dataset)
+        return cls(dataset, collate_fn, options, people, prepare, sample)
+
+    @cached_property
+    def rows(self) -> RowCollate:
+        """The collate function, tried: also where it is torch's."""
+        return RowCollate.of(self.dataset, self.collate, self.sample)
 
     @property
     def size(self) -> int:
@@ -92,18 +101,10 @@ class TrainingData:
 
     def template(self, device: torch.device, *, with_targets: bool) -> Batch:
         """Shapes of inputs and targets: a pair by convention, or inputs alone."""
-        template = template_batch(self.dataset, self.collate)
+        template = self.rows.template
         if self.prepare is not None:
             template = prepared(self.prepare, template, rows=1)
-        pair = isinstance(template, tuple | list) and len(template) == 2
-        if with_targets and not pair:
-            raise ConfigurationError(
-                "with a loss every example must be a pair (inputs, targets)",
-                "return pairs from the dataset or the collate function",
-            )
-        inputs, targets = template if pair else (template, None)
-        targets = moved(targets, device) if with_targets else None
-        return Batch(moved(inputs, device), targets)
+        return as_batch(template, device, with_targets=with_targets)
 
     def slots(self, views: Views | None) -> int:
         """Rows of one unit: of a person, or of an example's views."""
@@ -138,7 +139,7 @@ class TrainingData:
             self.dataset,
             sampler,
             size,
-            collate=self.collate,
+            collate=self.rows,
             options=self.options,
             people=self.people,
             views=views,
@@ -172,6 +173,20 @@ def chosen_views(
         return torch.Generator().manual_seed(seed % 2**63)
 
     return Views.of(augment, count, generator)
+
+
+def as_batch(batch: Any, device: torch.device, *, with_targets: bool) -> Batch:
+    """Inputs and targets of what collate gave: a pair by convention, or inputs."""
+    pair = isinstance(batch, tuple | list) and len(batch) == 2
+    if with_targets and not pair:
+        raise ConfigurationError(
+            "with a loss every example must be a pair (inputs, targets)",
+            "return pairs from the dataset or the collate function",
+        )
+    inputs, targets = batch if pair else (batch, None)
+    return Batch(
+        moved(inputs, device), moved(targets, device) if with_targets else None
+    )
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -87,7 +87,8 @@ class Trainer:
         on_progress: called after every logical step, with public quantities
             (:class:`CsvLog`, :class:`TensorBoardLog` or a function); one or several.
         early_stopping: ends the run by a metric on data that is declared public.
-        collate_fn: as for a ``DataLoader``.
+        collate_fn: as for a ``DataLoader``; it is tried on made-up records.
+        sample: public examples to try it on, where none can be made up.
         people: for every example, whose it is, if the person is the unit.
         examples_per_person: declared number of examples of a person in a step.
         augment: random views of the inputs; see :func:`curvedp.make_private`.
@@ -121,6 +122,7 @@ class Trainer:
         on_progress: Observer | Sequence[Observer] = (),
         early_stopping: EarlyStopping | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        sample: Sequence[Any] | None = None,
         people: Sequence[Hashable] | None = None,
         examples_per_person: int | None = None,
         augment: Augment | None = None,
@@ -160,7 +162,7 @@ class Trainer:
         self._show_loss = show_private_training_loss
         self._observers = [on_progress] if callable(on_progress) else [*on_progress]
         self._early_stopping = early_stopping
-        self._collate = collate_fn
+        self._collate, self._sample = collate_fn, sample
         self._people = people
         self._slots = examples_per_person
         self._augment, self._views, self._prepare = augment, views, prepare
@@ -268,6 +270,7 @@ class Trainer:
             seed=self._streams.seed,
             unsafe_reproducible_noise=self._unsafe,
             collate_fn=self._collate,
+            sample=self._sample,
             people=self._people,
             examples_per_person=self._slots,
             augment=self._augment,
@@ -343,7 +346,11 @@ class Trainer:
             sampling.sample_rate, lambda step: streams.generator(Stream.SAMPLING, step)
         )
         source = TrainingData.of(
-            dataset, self._collate, self._loader_options, prepare=self._prepare
+            dataset,
+            self._collate,
+            self._loader_options,
+            prepare=self._prepare,
+            sample=self._sample,
         )
         views = chosen_views(self._augment, self._views, self._streams)
         # a reference keeps no per-example values: the default fits where a run would

@@ -1,0 +1,468 @@
+"""A collate function, tried: a row for each example, and no other's.
+
+Row i of a batch is clipped as example i, and where persons are the unit it is put among
+the rows of whoever example i belongs to. A collate function that sorts, filters, splits
+or mixes examples breaks that, and nothing in the batch shows it. So it is tried when
+it is attached, on records of which none is private (:mod:`curvedp.sampling.records`):
+
+- in batches of 2, 3 and more, half of the records are replaced, by each bit of their
+  number and both ways. No other row may change, so a row depends on its record alone;
+- a row has all that its record alone gives: it may be padded, not cut;
+- with records of different lengths, to find out what is padded: see :class:`Beside`.
+
+A function that draws (masks, noise) is compared under the same random state, and on
+what it does not draw where that does not help.
+
+At every portion of a run the rows are as many as the examples, in tensors that were
+there in the trial, and differ in no length in which they did not differ there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, combinations, pairwise, product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils.data import default_collate
+
+from curvedp.errors import ConfigurationError, DataError, withheld
+from curvedp.sampling.records import (
+    NUMBERS,
+    GivenRecords,
+    MadeUpRecords,
+    Records,
+    Sizes,
+    as_dicts,
+)
+
+__all__ = [
+    "Beside",
+    "Collate",
+    "RowCollate",
+    "Side",
+    "aligned",
+    "seeded",
+    "tensors_of",
+]
+
+Collate = Callable[[list[Any]], Any]
+#: A length of the batch, by tensor and dimension.
+Length = tuple[str, int]
+#: For each dimension, whether the shorter stands at the end of the longer.
+Side = tuple[bool, ...]
+
+#: Batches of the trial, and the largest one for records of more than LARGE numbers.
+BATCHES = (2, 3, 17)
+LARGE, FEW = 100_000, 3
+
+#: How often a function that draws is asked, to see what it does not draw.
+DRAWS = (8, 32)
+
+_SAMPLE = "give sample=[...], some public examples in the form of the dataset's"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Two kinds of records, of which the shorter is padded beside the longer one.
+
+    Attributes:
+        short: number of a given record, or lengths of a made-up one.
+        long: the same for the other.
+        lengths: what is another length then.
+    """
+
+    short: tuple[int, Sizes]
+    long: tuple[int, Sizes]
+    lengths: frozenset[Length]
+
+
+@dataclass(frozen=True, eq=False)
+class RowCollate:
+    """A collate function that gives a row for each example.
+
+    Attributes:
+        collate: the user's.
+        records: what it was tried on.
+        template: a batch of one example, all zeros.
+        found: kinds of records that were collated together.
+        free: lengths that may differ from the template's; None if all may.
+    """
+
+    collate: Collate
+    records: Records
+    template: Any
+    found: tuple[Beside, ...] = ()
+    free: frozenset[Length] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Any,
+        collate: Collate | None = None,
+        sample: Sequence[Any] | None = None,
+    ) -> RowCollate:
+        """Try a collate function; torch's default needs none, it stacks."""
+        if isinstance(collate, RowCollate):
+            return collate
+        records: Records
+        if sample is None:
+            with withheld("the dataset"):
+                records = MadeUpRecords(dataset[0])
+        else:
+            records = GivenRecords(sample)
+        if collate is None or collate is default_collate:
+            if sample is not None:
+                raise ConfigurationError(
+                    "sample is what a collate function is tried on, and there is none",
+                    "leave it out: torch's own puts each example into its row",
+                )
+            trial = cls(default_collate, records, None)
+            return replace(trial, template=_template(trial.collated([records.make(0)])))
+        with seeded(0):  # the caller's random state is left alone
+            trial = cls(collate, _understood(collate, records), None)
+            trial = replace(
+                trial, template=_template(trial.collated([records.make(0)]))
+            )
+            trial = replace(trial, found=tuple(_neighbours(trial)))
+            trial._try_order()
+        lengths = (beside.lengths for beside in trial.found)
+        return replace(trial, free=frozenset().union(*lengths))
+
+    @property
+    def stacks(self) -> bool:
+        """Whether it is torch's own."""
+        return self.collate is default_collate
+
+    def __call__(self, examples: list[Any]) -> Any:
+        """A batch of the run."""
+        batch = as_dicts(self.collate(examples))
+        expected = dict(tensors_of(self.template))
+        for place, x in tensors_of(batch):
+            if place not in expected or x.dim() != expected[place].dim():
+                raise DataError(
+                    f"the collate function gave a tensor {place or ''} that it did not "
+                    "give when it was tried",
+                    "return the same tensors for all examples, or " + _SAMPLE,
+                )
+            if x.shape[0] != len(examples):
+                raise DataError(
+                    "the collate function gave another number of rows than of examples"
+                    f"{place and f', in {place}'}: a row that is nobody's, or a second "
+                    "one of an example, is not bounded",
+                    "return one row per example; filter and split in the dataset",
+                )
+            if self.free is None or len(examples) == 1:
+                continue
+            like = expected[place].shape
+            for d in range(1, x.dim()):
+                if x.shape[d] != like[d] and (place, d) not in self.free:
+                    raise DataError(
+                        f"dimension {d} of a batch{place and f'[{place}]'} varies, and "
+                        "no padding of it was tried that the model could take",
+                        "pad it to a declared length; or give sample=[...], public "
+                        "examples of different lengths",
+                    )
+        return batch
+
+    def refuse_lists(self) -> None:
+        """Refuse what is no tensor and has an entry for each example.
+
+        It would stay where it is when rows are put beside those of their person.
+        """
+        leaves = tree_flatten_with_path(self.template, is_leaf=partial(_is_rows, 1))[0]
+        for path, x in leaves:
+            if _is_rows(1, x):
+                raise DataError(
+                    "a batch has a list with an entry for each example "
+                    f"{keystr(path)}, which is not put in the order of persons",
+                    "return tensors, or leave it out of the examples",
+                )
+
+    def collated(self, records: Sequence[Any]) -> Any:
+        """A batch of records that are nobody's."""
+        try:
+            batch = as_dicts(self.collate(list(records)))
+        except Exception as error:  # the user's, of whatever kind
+            raise DataError(
+                f"the collate function raised {type(error).__name__} on "
+                f"{len(records)} records that were made up from the types and shapes "
+                "of the dataset's",
+                _SAMPLE,
+            ) from error
+        leaves = tree_flatten_with_path(batch)[0]
+        if any(isinstance(x, np.ndarray) for _, x in leaves):
+            raise DataError(
+                "the collate function gives arrays, which are neither padded nor moved",
+                "return tensors (torch.as_tensor)",
+            )
+        shapes = [tuple(x.shape) for _, x in leaves if isinstance(x, Tensor)]
+        if not shapes or any(not s or s[0] != len(records) for s in shapes):
+            raise DataError(
+                "the collate function must give tensors with one row per example, and "
+                f"for {len(records)} of them it gave "
+                + (", ".join(map(str, shapes)) or "no tensor"),
+                "return tensors (or tuples and dictionaries of them) of shape "
+                "[batch, ...]",
+            )
+        return batch
+
+    def _try_order(self) -> None:
+        lengths = self._varied()
+        for count in BATCHES if _numbers(self.template) <= LARGE else (2, FEW):
+            own, other = (
+                [self.records.make(i + shift, lengths(i)) for i in range(count)]
+                for shift in (0, count + 1)
+            )
+            before = _Runs(self, own)
+            for bit, side in product(range((count - 1).bit_length()), (0, 1)):
+                stays = [i for i in range(count) if (i >> bit) & 1 != side]
+                mixed = [own[i] if i in stays else other[i] for i in range(count)]
+                _refuse_changed(_changed(before, _Runs(self, mixed), stays))
+            if count <= FEW:
+                for i in range(count):
+                    alone = _Runs(self, own[i : i + 1])
+                    _refuse_cut(_changed(alone, before, [0], shift=i))
+
+    def _varied(self) -> Callable[[int], Sizes]:
+        """Lengths of record i; all of them differ where they can."""
+        if isinstance(self.records, GivenRecords) or not self.found:
+            return lambda i: {}
+        first = next((b for b in self.found if b.lengths), self.found[0])
+        low, high = first.short[1], first.long[1]
+        return lambda i: {k: low[k] + 7 * i % (high[k] - low[k] + 1) for k in low}
+
+
+def _refuse_changed(place: str | None) -> None:
+    if place is not None:
+        raise DataError(
+            "a row that the collate function gives changes when another example of "
+            f"the batch does{place and f' (in {place})'}: it sorts the examples or "
+            "mixes them, and a row would be taken for somebody else's",
+            "return the rows in the order of the examples, each made of its own "
+            "example (pack_padded_sequence: enforce_sorted=False)",
+        )
+
+
+def _refuse_cut(place: str | None) -> None:
+    if place is not None:
+        raise DataError(
+            "the collate function gives an example another row beside others than "
+            f"alone{place and f' (in {place})'}, and not by padding only",
+            "make each row of its own example: pad to the longest or to a declared "
+            "length; cut to a declared length, not to the shortest",
+        )
+
+
+def _understood(collate: Collate, records: Records) -> Records:
+    """Records whose numbers the function takes: it may look them up in a table."""
+    if isinstance(records, MadeUpRecords):
+        for high in (NUMBERS, 10, 2):
+            records.high = high
+            try:
+                collate([records.make(0), records.make(1)])
+            except Exception:  # the next range may do; else it is raised by name
+                continue
+            return records
+    return records
+
+
+def _neighbours(trial: RowCollate) -> Iterator[Beside]:
+    """Kinds of records that are collated together; those of more lengths first."""
+    records = trial.records
+    kinds: list[tuple[tuple[int, Sizes], tuple[int, Sizes]]]
+    if isinstance(records, GivenRecords):
+        few = range(min(len(records), 12))
+        kinds = [((i, {}), (j, {})) for i, j in product(few, few) if i != j]
+    else:
+        assert isinstance(records, MadeUpRecords)
+        kinds = [((0, s), (1, t)) for s, t in _sizes(records)]
+    for short, long in kinds:
+        one, other = records.make(*short), records.make(*long)
+        try:
+            twins, mixed = trial.collated([one, one]), trial.collated([one, other])
+        except DataError:
+            continue  # not a length that may differ
+        yield Beside(short, long, frozenset(_differing(twins, mixed)))
+
+
+def _sizes(records: MadeUpRecords) -> Iterator[tuple[Sizes, Sizes]]:
+    """Shorter and longer lengths. Those that are equal in the record vary together."""
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for k, leaf in enumerate(records.leaves):
+        for d, n in enumerate(leaf.shape):
+            groups.setdefault(n, []).append((k, d))
+    for n, members in groups.items():
+        counts = range(len(members), 0, -1) if len(members) <= 4 else (len(members), 1)
+        for chosen in chain(*(combinations(members, count) for count in counts)):
+            m = min(n, 16)
+            pairs = [(m // 2, m), (n // 2, n), (n, n + 3), (n, 2 * n + 8)]
+            for low, high in dict.fromkeys([*pairs, (n, 4 * n + 64)]):
+                if 0 < low < high:
+                    yield dict.fromkeys(chosen, low), dict.fromkeys(chosen, high)
+
+
+def _differing(x: Any, y: Any) -> Iterator[Length]:
+    other = dict(tensors_of(y))
+    for place, t in tensors_of(x):
+        if place in other:
+            for d, (n, m) in enumerate(zip(t.shape, other[place].shape, strict=False)):
+                if n != m:
+                    yield place, d
+
+
+class _Runs:
+    """Batches of the same records under several random states, row by row."""
+
+    def __init__(self, trial: RowCollate, records: Sequence[Any]) -> None:
+        self._trial, self._records = trial, records
+        self._made: list[dict[str, list[Any]]] = []
+
+    def __getitem__(self, seed: int) -> dict[str, list[Any]]:
+        while len(self._made) <= seed:
+            with seeded(len(self._made)):
+                batch = self._trial.collated(self._records)
+            self._made.append(_by_row(batch, len(self._records)))
+        return self._made[seed]
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the function draws random numbers."""
+        count = range(len(self._records))
+        return any(
+            _apart([self[0][place][i]], [self[1].get(place, [None] * (i + 1))[i]])
+            for place, i in product(self[0], count)
+        )
+
+    def row(self, place: str, i: int, draws: int) -> list[Any]:
+        """What it is under each random state; None where it is not there."""
+        rows = (self[seed].get(place) for seed in range(draws))
+        return [None if found is None else found[i] for found in rows]
+
+
+def _changed(
+    before: _Runs, after: _Runs, rows: Collection[int], shift: int | None = None
+) -> str | None:
+    """Where one of the rows is another one, or None; up to padding.
+
+    With a shift, ``before`` is of fewer records, and nothing of theirs may be missing.
+    """
+    place = None
+    for draws in (1, *DRAWS):
+        differ = (
+            place
+            for place, i in product(before[0], rows)
+            if _apart(
+                before.row(place, i, draws),
+                after.row(place, i + (shift or 0), draws),
+                grows=shift is not None,
+            )
+        )
+        place = next(differ, None)
+        if place is None or not (before.draws or after.draws):
+            return place
+    return place
+
+
+def _apart(one: list[Any], other: list[Any], *, grows: bool = False) -> bool:
+    """Whether two rows differ in what is the same in all their draws."""
+    if not all(isinstance(x, Tensor) for x in [*one, *other]):
+        settled = all(_equal(x, y) for own in (one, other) for x, y in pairwise(own))
+        # what is no tensor and not a row of its own may tell of the batch's lengths
+        return settled and not grows and not _equal(one[0], other[0])
+    if len({x.shape for x in one}) > 1 or len({x.shape for x in other}) > 1:
+        return False  # even its length is drawn
+    x, y = torch.stack(one), torch.stack(other)
+    if grows and any(n > m for n, m in zip(x.shape, y.shape, strict=False)):
+        return True
+    return all(
+        bool((_unsettled(a, b)).any()) for _, (a, b) in _sides(x, y)
+    )  # and so if there is none
+
+
+def _unsettled(a: Tensor, b: Tensor) -> Tensor:
+    """Entries that are the same in all draws of a, and in all of b, and differ."""
+    fixed = _same(a, a[:1]).all(0) & _same(b, b[:1]).all(0)
+    return fixed & ~_same(a[0], b[0])
+
+
+def _same(x: Tensor, y: Tensor) -> Tensor:
+    return (x == y) | (x.isnan() & y.isnan())
+
+
+def _sides(x: Tensor, y: Tensor) -> Iterator[tuple[Side, tuple[Tensor, Tensor]]]:
+    """Both cut to the shape that they share, from each side."""
+    if x.dim() != y.dim():
+        return
+    pairs = zip(x.shape, y.shape, strict=True)
+    for side in product(*((False, True) if n != m else (False,) for n, m in pairs)):
+        yield side, (aligned(x, y, side), aligned(y, x, side))
+
+
+def aligned(x: Tensor, like: Tensor, side: Side) -> Tensor:
+    """The part of x that has at most the shape of ``like``, on that side."""
+    for d, at_end in enumerate(side):
+        n = min(x.shape[d], like.shape[d])
+        x = x.narrow(d, x.shape[d] - n if at_end else 0, n)
+    return x
+
+
+def _by_row(batch: Any, count: int) -> dict[str, list[Any]]:
+    """Rows by place: of tensors, of lists of something else; or the same for all."""
+    is_rows = partial(_is_rows, count)
+    found = {}
+    for path, x in tree_flatten_with_path(batch, is_leaf=is_rows)[0]:
+        rows = isinstance(x, Tensor) or is_rows(x)
+        found[keystr(path)] = list(x) if rows else [x] * count
+    return found
+
+
+def _is_rows(count: int, x: Any) -> bool:
+    listed = isinstance(x, list) and len(x) == count
+    return listed and not any(isinstance(y, Tensor | dict | tuple | list) for y in x)
+
+
+def tensors_of(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch, by their place in it."""
+    for path, x in tree_flatten_with_path(batch)[0]:
+        if isinstance(x, Tensor):
+            yield keystr(path), x
+
+
+def _numbers(batch: Any) -> int:
+    return sum(x.numel() for _, x in tensors_of(batch))
+
+
+def _template(batch: Any) -> Any:
+    return tree_map(
+        lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, batch
+    )
+
+
+def _equal(x: Any, y: Any) -> bool:
+    try:
+        return bool(x == y) or x is y
+    except Exception:  # whatever cannot be compared says nothing
+        return True
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The same random state each time; the caller's comes back."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
