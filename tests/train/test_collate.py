@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from contextlib import nullcontext
 
@@ -113,6 +114,48 @@ ATTACKS = [
 def test_a_row_that_is_not_its_examples_is_refused(collate):
     with pytest.raises(DataError, match="row"):
         RowCollate.of(Documents(), collate)
+
+
+def test_sorting_by_what_a_dataset_has_padded_is_refused():
+    x = [torch.tensor([3, 2, 1, 0]), torch.tensor([4, 0, 0, 0])]
+
+    def collate(examples):
+        return torch.stack(sorted(examples, key=lambda ids: int((ids > 0).sum())))
+
+    with pytest.raises(DataError, match="sorts"):
+        RowCollate.of(x, collate)
+    RowCollate.of(x, torch.stack)
+
+
+def trimmed(examples):
+    """Off what is zero in all of them."""
+    ids = torch.stack([x for x, _ in examples])
+    ids = ids[:, : int((ids > 0).sum(1).max().clamp_min(1))]
+    return ids, torch.tensor([y for _, y in examples])
+
+
+def test_a_function_that_trims_padding_is_tried():
+    data = [(torch.tensor([3, 2, 1, 0]), 0), (torch.tensor([4, 0, 0, 0]), 1)]
+    assert ("[0]", 1) in RowCollate.of(data, trimmed).free
+
+
+def test_a_function_may_take_its_records_to_pieces():
+    def collate(examples):
+        y = torch.tensor([e.pop("y") for e in examples])
+        return torch.stack([e.pop("x") for e in examples]), y
+
+    def records():
+        return [{"x": torch.rand(3), "y": k} for k in range(3)]
+
+    RowCollate.of(records(), collate)
+    sample = records()
+    RowCollate.of(records(), collate, sample)
+    assert all(len(record) == 2 for record in sample)
+
+
+def test_a_worker_gets_it_without_records():
+    tried = pickle.loads(pickle.dumps(RowCollate.of(Documents(), means)))
+    assert tried([Documents()[0]])[0].shape == (1, 4)
 
 
 def moved_by_one_person(collate, persons=11, physical=64):

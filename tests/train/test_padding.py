@@ -101,6 +101,17 @@ class Transformer(Bag):
         return self.head((h * weights).sum(1) / weights.sum(1).clamp_min(1))
 
 
+class PaddingRow(Bag):
+    """Counts on the row of padding to be zero, where noise arrives too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH, padding_idx=0)
+
+    def forward(self, ids):
+        return self.head(self.table(ids).sum(1))
+
+
 class Last(Bag):
     """A recurrent net's last state, which has read the padding."""
 
@@ -151,8 +162,9 @@ def test_masked_padding_passes(model, collate_fn):
         (lambda: Bag(0.1), unmasked, "on the right"),
         (Transformer, left, "on the left"),
         (Last, collate, "on the right"),
+        (PaddingRow, unmasked, "on the right"),
     ],
-    ids=["no-mask", "no-mask-dropout", "positions-from-the-left", "last-state"],
+    ids=["no-mask", "dropout", "positions-from-the-left", "last-state", "zero-row"],
 )
 def test_padding_that_shows_is_refused(model, collate_fn, words):
     with pytest.raises(CouplingError, match=words) as refusal:

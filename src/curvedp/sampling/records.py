@@ -27,7 +27,15 @@ from torch.utils._pytree import (
 
 from curvedp.errors import DataError
 
-__all__ = ["Bounds", "GivenRecords", "MadeUpRecords", "Records", "Sizes", "as_dicts"]
+__all__ = [
+    "FILLED",
+    "Bounds",
+    "GivenRecords",
+    "MadeUpRecords",
+    "Records",
+    "Sizes",
+    "as_dicts",
+]
 
 #: What made-up texts are made of.
 WORDS = ("a", "the", "of", "and", "to", "in", "is", "it", "you", "that", "was", "for")
@@ -37,6 +45,9 @@ NUMBERS = 1000
 
 #: Other lengths than those of the record, by leaf and dimension.
 Sizes = Mapping[tuple[int, int], int]
+#: Among them, how many hundredths of each array are filled; the rest is zero, as that
+#: of a record which the dataset has padded.
+FILLED = (-1, -1)
 #: Other ranges ``[low, high)`` of whole numbers, by leaf.
 Bounds = Mapping[int, tuple[int, int]]
 
@@ -123,6 +134,8 @@ class MadeUpRecords:
             if leaf.is_mask:  # hides nothing, as that of an example without padding
                 span = (0, 1) if "special" in leaf.place.lower() else (1, 2)
             drawn = _drawn(np.random.default_rng([number, k]), size, span, leaf.kind)
+            if drawn.ndim and drawn.dtype.kind != "U":
+                drawn[-(-len(drawn) * (sizes or {}).get(FILLED, 100) // 100) :] = 0
             made.append(leaf.wrap(drawn))
         return tree_unflatten(made, self._spec)
 
@@ -158,7 +171,7 @@ def _leaf(place: str, x: Any) -> Leaf:
             return torch.as_tensor(drawn).to(device, dtype)
 
         return Leaf(place, tuple(x.shape), _kind(dtype), wrap)
-    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "biuf":
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "biufc":
         taken = np.asarray if isinstance(x, np.ndarray) else lambda drawn: drawn[()]
         return Leaf(place, x.shape, x.dtype, taken)
     if isinstance(x, bool | int | float):

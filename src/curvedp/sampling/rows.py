@@ -19,6 +19,7 @@ there in the trial, and differ in no length in which they did not differ there.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from torch.utils.data import default_collate
 
 from curvedp.errors import ConfigurationError, DataError, withheld
 from curvedp.sampling.records import (
+    FILLED,
     NUMBERS,
     GivenRecords,
     MadeUpRecords,
@@ -136,6 +138,10 @@ class RowCollate:
         lengths = (beside.lengths for beside in trial.found)
         return replace(trial, free=frozenset().union(*lengths))
 
+    @cached_property
+    def _expected(self) -> dict[str, Tensor]:
+        return dict(tensors_of(self.template))
+
     @property
     def stacks(self) -> bool:
         """Whether it is torch's own."""
@@ -144,7 +150,7 @@ class RowCollate:
     def __call__(self, examples: list[Any]) -> Any:
         """A batch of the run."""
         batch = as_dicts(self.collate(examples))
-        expected = dict(tensors_of(self.template))
+        expected = self._expected
         for place, x in tensors_of(batch):
             if place not in expected or x.dim() != expected[place].dim():
                 raise DataError(
@@ -172,6 +178,10 @@ class RowCollate:
                     )
         return batch
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker needs nothing to try it on."""
+        return {**vars(self), "records": None, "found": ()}
+
     def refuse_lists(self) -> None:
         """Refuse what is no tensor and has an entry for each example.
 
@@ -189,12 +199,12 @@ class RowCollate:
     def collated(self, records: Sequence[Any]) -> Any:
         """A batch of records that are nobody's."""
         try:
-            batch = as_dicts(self.collate(list(records)))
+            batch = as_dicts(self.collate([_copied(record) for record in records]))
         except Exception as error:  # the user's, of whatever kind
             raise DataError(
-                f"the collate function raised {type(error).__name__} on "
-                f"{len(records)} records that were made up from the types and shapes "
-                "of the dataset's",
+                f"the collate function raised {type(error).__name__} on {len(records)} "
+                "public examples, or records made up from the types and shapes of the "
+                "dataset's",
                 _SAMPLE,
             ) from error
         leaves = tree_flatten_with_path(batch)[0]
@@ -215,11 +225,12 @@ class RowCollate:
         return batch
 
     def _try_order(self) -> None:
-        lengths = self._varied()
-        for count in BATCHES if _numbers(self.template) <= LARGE else (2, FEW):
+        made = isinstance(self.records, MadeUpRecords)
+        small = _numbers(self.template) <= LARGE
+        for count, lengths in product(BATCHES if small else (2, FEW), self._lengths()):
             own, other = (
                 [self.records.make(i + shift, lengths(i)) for i in range(count)]
-                for shift in (0, count + 1)
+                for shift in (0, count + 1 if made else 1)
             )
             before = _Runs(self, own)
             for bit, side in product(range((count - 1).bit_length()), (0, 1)):
@@ -231,13 +242,29 @@ class RowCollate:
                     alone = _Runs(self, own[i : i + 1])
                     _refuse_cut(_changed(alone, before, [0], shift=i))
 
-    def _varied(self) -> Callable[[int], Sizes]:
-        """Lengths of record i; all of them differ where they can."""
-        if isinstance(self.records, GivenRecords) or not self.found:
-            return lambda i: {}
-        first = next((b for b in self.found if b.lengths), self.found[0])
-        low, high = first.short[1], first.long[1]
-        return lambda i: {k: low[k] + 7 * i % (high[k] - low[k] + 1) for k in low}
+    def _lengths(self) -> list[Callable[[int], Sizes]]:
+        """Lengths of record i: each differs where it can, and so does each filling."""
+        filled = [b for b in self.found if FILLED in b.short[1]]
+        longer = [b for b in self.found if b not in filled and b.short[1]]
+        longer.sort(key=lambda beside: not beside.lengths)
+
+        def between(beside: Beside) -> Callable[[int], Sizes]:
+            low, high = beside.short[1], beside.long[1]
+            return lambda i: {
+                k: int(np.random.default_rng(i).integers(low[k], high[k] + 1))
+                for k in low
+            }
+
+        chosen = [between(beside) for beside in (*longer[:1], *filled[:1])]
+        return chosen or [lambda i: {}]
+
+
+def _copied(record: Any) -> Any:
+    """A record that the function may take to pieces; others are made of it too."""
+    try:
+        return copy.deepcopy(record)
+    except Exception:  # a public example of whatever class
+        return record
 
 
 def _refuse_changed(place: str | None) -> None:
@@ -277,36 +304,45 @@ def _understood(collate: Collate, records: Records) -> Records:
 def _neighbours(trial: RowCollate) -> Iterator[Beside]:
     """Kinds of records that are collated together; those of more lengths first."""
     records = trial.records
-    kinds: list[tuple[tuple[int, Sizes], tuple[int, Sizes]]]
+    kinds: list[list[tuple[tuple[int, Sizes], tuple[int, Sizes]]]]
     if isinstance(records, GivenRecords):
         few = range(min(len(records), 12))
-        kinds = [((i, {}), (j, {})) for i, j in product(few, few) if i != j]
+        kinds = [[((i, {}), (j, {}))] for i, j in product(few, few) if i != j]
     else:
         assert isinstance(records, MadeUpRecords)
-        kinds = [((0, s), (1, t)) for s, t in _sizes(records)]
-    for short, long in kinds:
-        one, other = records.make(*short), records.make(*long)
-        try:
-            twins, mixed = trial.collated([one, one]), trial.collated([one, other])
-        except DataError:
-            continue  # not a length that may differ
-        yield Beside(short, long, frozenset(_differing(twins, mixed)))
+        kinds = [[((0, s), (1, t)) for s, t in pairs] for pairs in _sizes(records)]
+    for pairs in kinds:
+        refusals = 0
+        for short, long in pairs:
+            one, other = records.make(*short), records.make(*long)
+            try:
+                twins, mixed = trial.collated([one, one]), trial.collated([one, other])
+            except DataError:
+                refusals += 1
+                if refusals > 2:
+                    break  # not a length that may differ
+                continue
+            yield Beside(short, long, frozenset(_differing(twins, mixed)))
 
 
-def _sizes(records: MadeUpRecords) -> Iterator[tuple[Sizes, Sizes]]:
+def _sizes(records: MadeUpRecords) -> Iterator[list[tuple[Sizes, Sizes]]]:
     """Shorter and longer lengths. Those that are equal in the record vary together."""
     groups: dict[int, list[tuple[int, int]]] = {}
     for k, leaf in enumerate(records.leaves):
         for d, n in enumerate(leaf.shape):
             groups.setdefault(n, []).append((k, d))
     for n, members in groups.items():
+        m = min(n, 16)
+        pairs = [(m // 2, m), (n // 2, n), (n, n + 3), (n, 2 * n + 8), (n, 4 * n + 64)]
         counts = range(len(members), 0, -1) if len(members) <= 4 else (len(members), 1)
         for chosen in chain(*(combinations(members, count) for count in counts)):
-            m = min(n, 16)
-            pairs = [(m // 2, m), (n // 2, n), (n, n + 3), (n, 2 * n + 8)]
-            for low, high in dict.fromkeys([*pairs, (n, 4 * n + 64)]):
-                if 0 < low < high:
-                    yield dict.fromkeys(chosen, low), dict.fromkeys(chosen, high)
+            yield [
+                (dict.fromkeys(chosen, low), dict.fromkeys(chosen, high))
+                for low, high in dict.fromkeys(pairs)
+                if 0 < low < high
+            ]
+    if groups:
+        yield [({FILLED: 40}, {FILLED: 100})]
 
 
 def _differing(x: Any, y: Any) -> Iterator[Length]:
@@ -335,10 +371,10 @@ class _Runs:
     @cached_property
     def draws(self) -> bool:
         """Whether the function draws random numbers."""
-        count = range(len(self._records))
         return any(
-            _apart([self[0][place][i]], [self[1].get(place, [None] * (i + 1))[i]])
-            for place, i in product(self[0], count)
+            _apart(self.row(place, i, 1), self.row(place, i, seed + 1)[seed:])
+            for seed in range(1, DRAWS[0])
+            for place, i in product(self[0], range(len(self._records)))
         )
 
     def row(self, place: str, i: int, draws: int) -> list[Any]:
