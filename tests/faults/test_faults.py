@@ -10,6 +10,7 @@ import pytest
 
 from . import (
     correlated_faults,
+    coupling_faults,
     curvature_faults,
     federated_faults,
     payment_faults,
@@ -24,10 +25,9 @@ from .mutate import planted
 from .peers import PEERS
 
 FAULTS = rule_faults.FAULTS + curvature_faults.FAULTS + peer_faults.FAULTS
-FAULTS += correlated_faults.FAULTS + federated_faults.FAULTS
+FAULTS += correlated_faults.FAULTS + federated_faults.FAULTS + coupling_faults.FAULTS
 FAULTS += payment_faults.FAULTS + stranger_faults.FAULTS + state_faults.FAULTS
-FAULTS += record_faults.FAULTS
-FAULTS += row_faults.FAULTS
+FAULTS += record_faults.FAULTS + row_faults.FAULTS
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(f.check for f in FAULTS))

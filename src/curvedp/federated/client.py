@@ -144,6 +144,7 @@ class Client:
                 synthesiser_like(shared.template, shared.model),
             ),
         )
+        shared.require_uncoupled(self._loader.physical_batch_size)
         folder = None if run_dir is None else Path(run_dir)
         self.ledger = open_federated_ledger(
             folder, shared, {"client": number}, unsafe=self._streams.is_unsafe
@@ -281,6 +282,7 @@ class Client:
         """The clipped sum at the task's parameters. Private."""
         shared = self.shared
         shared.load(task.parameters)
+        shared.require_uncoupled(self._loader.physical_batch_size)
         whitener = shared.whitener_at(task.round, task.whitened_at)
         device = next(iter(shared.parameters.values())).device
         pending: ClippedSum | None = None

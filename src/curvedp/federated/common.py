@@ -21,8 +21,10 @@ from curvedp.layers import Batch, Coverage, PerExampleLoss, cover, synthesiser_l
 from curvedp.noise import RandomStreams
 from curvedp.probes import LabelRule, Probe
 from curvedp.recipes import Recipe, get_federated_recipe
+from curvedp.train.coupling import CouplingCheck
 from curvedp.train.ledgers import open_with
 from curvedp.train.losses import per_example_loss
+from curvedp.train.passes import ForwardPrecision
 from curvedp.train.probing import choose_labels, choose_probe
 from curvedp.train.whitened import CurvatureSource, FixedWhitener, WhitenerSource
 from curvedp.whitening import IdentityWhitener, Whitener
@@ -69,9 +71,9 @@ class Shared:
                 "make the plan with bound=recipe.clip_norm",
             )
         self.loss: PerExampleLoss = per_example_loss(loss)
-        self.coverage: Coverage = cover(
-            model, synthesiser_like(template, model), self.loss
-        )
+        self._synthesise = synthesiser_like(template, model)
+        self.coverage: Coverage = cover(model, self._synthesise, self.loss)
+        self._looked: dict[int, CouplingCheck] = {}
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in self.coverage.parameters}
         self.template = template
@@ -135,6 +137,19 @@ class Shared:
             if not same:
                 self.whiteners.load({"step": due, "parameters": dict(made_of)})
         return self.whiteners.at(round_number)
+
+    def require_uncoupled(self, rows: int) -> None:
+        """Check once, in passes of this size and in the model's mode, for coupling."""
+        if rows not in self._looked:
+            self._looked[rows] = CouplingCheck(
+                self.model,
+                self.coverage,
+                self._synthesise,
+                self.loss,
+                ForwardPrecision(None, self.model),
+                rows,
+            )
+        self._looked[rows].require_mode()
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Put parameters into the model."""

@@ -14,16 +14,18 @@ __all__ = ["first_coupled", "same_rows", "traced"]
 
 
 def traced(
-    model: nn.Module, run: Callable[[], Any]
+    model: nn.Module,
+    run: Callable[[], Any],
+    keep: Callable[[Any], Any] = lambda output: output,
 ) -> tuple[Any, list[tuple[str, Any]]]:
-    """Output of the model and of each of its modules, in the order they finish."""
+    """What ran, and what is kept of each module's output, in the order they finish."""
     trace: list[tuple[str, Any]] = []
     handles = []
     try:
         for name, module in model.named_modules():
             handles.append(
                 module.register_forward_hook(
-                    lambda m, a, out, n=name: trace.append((n, out))
+                    lambda m, a, out, n=name: trace.append((n, keep(out)))
                 )
             )
         return run(), trace

@@ -126,14 +126,17 @@ def cover(
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[State]:
-    """Training mode for the checks; all that the model holds comes back after."""
+def undisturbed(model: nn.Module, *, train: bool = True) -> Iterator[State]:
+    """Training mode for the checks; all that the model holds comes back after.
+
+    Without ``train`` the model stays in the mode that it is in.
+    """
     modes = {m: m.training for m in model.modules()}
     state = State(model)
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):
         try:
-            for module in modes:
+            for module in modes if train else ():
                 # a frozen BatchNorm was accepted because it is in evaluation mode
                 if not isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.training = True

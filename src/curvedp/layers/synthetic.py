@@ -24,6 +24,7 @@ __all__ = [
     "Batch",
     "Synthesiser",
     "as_call",
+    "is_mask",
     "rolled",
     "rows_of",
     "synthesiser_like",
@@ -74,7 +75,7 @@ def synthesiser_like(template: Batch, model: nn.Module) -> Synthesiser:
 
     def make(size: int, generator: torch.Generator) -> Batch:
         def draw_input(path: Any, x: Any) -> Any:
-            return _like(x, size, generator, 2 if _is_mask(path) else vocabulary)
+            return _like(x, size, generator, 2 if is_mask(path) else vocabulary)
 
         inputs = tree_map_with_path(draw_input, template.inputs)
         if template.targets is None:
@@ -103,7 +104,8 @@ def _like(x: Any, size: int, generator: torch.Generator, high: int) -> Any:
     return drawn.to(x.device)
 
 
-def _is_mask(path: Any) -> bool:
+def is_mask(path: Any) -> bool:
+    """Returns True if an input's name says that it is a mask."""
     return any("mask" in str(getattr(key, "key", "")).lower() for key in path)
 
 

@@ -28,6 +28,7 @@ from curvedp.layers.capture import Recording
 from curvedp.layers.covered import Covered
 from curvedp.layers.direct import ExpandedServer, RuleServer, float_tensors
 from curvedp.layers.functional import call_with
+from curvedp.layers.generators import seed_torch
 from curvedp.layers.io import LayerIO
 from curvedp.layers.rewrite import NO_TAPE, RewrittenServer, forwards
 from curvedp.layers.state import State
@@ -91,14 +92,17 @@ class Trial:
         """Whether rounding is that of float64."""
         return all(p.dtype is torch.float64 for p in self.parameters.values())
 
+    def _seeded(self) -> None:
+        self.start.rewind()
+        seed_torch(self.seed, next(iter(self.parameters.values())).device)
+
     def outputs(self, batch: Batch, parameters: Mapping[str, Tensor]) -> Any:
         """Plain forward pass, as autograd sees it.
 
         Fused modules are rewritten here too, which draw dropout masks of their own;
         that both forwards compute the same has been seen before.
         """
-        self.start.rewind()
-        torch.manual_seed(self.seed)
+        self._seeded()
         args, kwargs = as_call(batch.inputs)
         rewritten = {}
         for item in self.covered:
@@ -143,8 +147,7 @@ class Trial:
 
     def record(self, batch: Batch) -> tuple[Recording, Tensor]:
         """A recorded forward and backward pass, and its losses."""
-        self.start.rewind()
-        torch.manual_seed(self.seed)
+        self._seeded()
         recording = Recording(self.model, self.covered, self.size)
         try:
             output = recording.forward(*as_call(batch.inputs), self.parameters)

@@ -17,6 +17,9 @@ of a gradient of any size that matters is told from rounding, also in a bfloat16
 :mod:`curvedp.layers.tolerance` says what could still pass, and what follows for the
 guarantee. The model itself then makes one recorded pass. A model that cannot be copied
 or run in float64, or is too large for it, is checked in its own dtype.
+
+What begins with more rows, or in the run's precision alone, is found at the size of the
+run: :mod:`curvedp.train.coupling`.
 """
 
 from __future__ import annotations

@@ -24,10 +24,12 @@ from curvedp.plan import Plan
 from curvedp.probes import LabelRule, Probe, PublicProbe
 from curvedp.recipes import Curvature, Recipe, get_recipe
 from curvedp.sampling import People, Prepare
+from curvedp.train.augmenting import try_augmentation
 from curvedp.train.checkpoint import kept_weight
+from curvedp.train.coupling import CouplingCheck
 from curvedp.train.datasets import Augment, TrainingData, chosen_views
 from curvedp.train.engine import Engine
-from curvedp.train.fitting import AUTO, fitting_rows
+from curvedp.train.fitting import physical_rows
 from curvedp.train.guard import check_optimizer, refuse_processes, refuse_rounds
 from curvedp.train.journal import Journal
 from curvedp.train.ledgers import open_ledger
@@ -112,7 +114,8 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
             ``batch_size`` and ``sample_rate`` count persons.
         examples_per_person: declared number of examples of one person in one step.
         augment: "flips", "crops", "flips-and-crops", or a function ``(inputs,
-            generator) -> inputs`` that makes a random view of each row.
+            generator) -> inputs`` that makes a random view of each row. It is tried on
+            synthetic rows, and refused if it mixes them.
         views: K, how many views of an example a step takes. Their mean gradient is
             clipped as one: sampling, noise and epsilon are those of one view.
         prepare: function ``batch -> batch`` that the loader runs last, after
@@ -210,6 +213,31 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
             curvature.schedule(),
             streams,
         )
+    rows = physical_rows(
+        source,
+        shown,
+        plan,
+        physical_batch_size,
+        model,
+        coverage,
+        synthetic,
+        checked_loss,
+        forward,
+    )
+    if shown is not None:
+        try_augmentation(
+            shown, synthetic, rows, source.device, made_up=template is not None
+        )
+    coupling = CouplingCheck(
+        model,
+        coverage,
+        synthetic,
+        checked_loss,
+        forward,
+        rows,
+        keep_inputs=plan.clipping.measured_sites,
+        made_up=template is not None,
+    ).attached()
     # The folder is touched last: nothing is left behind by what was refused above.
     folder = None if run_dir is None else Path(run_dir)
     if start is not None:
@@ -249,23 +277,10 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
             if plan.correlation is None
             else RunSecret(folder, streams, ledger, drawing_device(device))
         )
-        if physical_batch_size == AUTO:
-            slots = source.slots(shown)
-            physical_batch_size = fitting_rows(
-                model,
-                coverage,
-                synthetic,
-                checked_loss,
-                plan.clipping,
-                expected_rows=plan.sampling.expected_batch_size * slots,
-                slots=slots,
-                size_is_public=plan.sampling.public_size is not None,
-                precision=forward,
-            )
         loader = source.loader(
             plan.sampler(streams, ledger.next_attempt),
             plan.sampling.expected_batch_size,
-            physical_batch_size,
+            rows,
             coverage.activation_bytes,
             device.type,
             shown,
@@ -287,6 +302,7 @@ def make_private(  # noqa: PLR0915 (a step a line: each is called by name)
             secret=secret,
             synthetic=synthetic,
             kept=partial(kept_weight, folder),
+            coupling=coupling,
         )
         return Private(
             engine,

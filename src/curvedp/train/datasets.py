@@ -99,6 +99,13 @@ class TrainingData:
         """The collate function's, where it holds one, as collators for text do."""
         return getattr(self.collate, "tokenizer", None)
 
+    @property
+    def device(self) -> torch.device:
+        """That batches are on when the loader gives them."""
+        tensors = getattr(self.dataset, "tensors", ())
+        devices = (t.device for t in tensors if isinstance(t, Tensor))
+        return next(devices, torch.device("cpu"))
+
     def template(self, device: torch.device, *, with_targets: bool) -> Batch:
         """Shapes of inputs and targets: a pair by convention, or inputs alone."""
         template = self.rows.template
@@ -112,6 +119,28 @@ class TrainingData:
             return views.count
         return 1 if self.people is None else self.people.slots
 
+    def physical_size(
+        self,
+        expected_batch_size: float,
+        physical_batch_size: int | str | None,
+        activation_bytes: int = 0,
+        device: str = "cpu",
+        views: Views | None = None,
+    ) -> int:
+        """Rows of a physical batch: whole units; by default of a fitting size."""
+        size, slots = physical_batch_size, self.slots(views)
+        if size is None:
+            size = default_physical_batch_size(
+                expected_batch_size * slots, activation_bytes, device
+            )
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigurationError(
+                "physical_batch_size must be a whole number from 1 on or 'auto', not "
+                f"{size!r}",
+                "choose what fits into memory; the result does not depend on it",
+            )
+        return slots * max(1, size // slots)
+
     def loader(
         self,
         sampler: Sampler,
@@ -121,24 +150,17 @@ class TrainingData:
         device: str = "cpu",
         views: Views | None = None,
     ) -> PhysicalLoader:
-        """Physical batches of what the sampler draws; by default of a fitting size."""
-        size = physical_batch_size
-        if size is None:
-            slots = self.slots(views)
-            size = default_physical_batch_size(
-                expected_batch_size * slots, activation_bytes, device
-            )
-            size = max(size, slots)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigurationError(
-                "physical_batch_size must be a whole number from 1 on or 'auto', not "
-                f"{size!r}",
-                "choose what fits into memory; the result does not depend on it",
-            )
+        """Physical batches of what the sampler draws, of that many rows."""
         return PhysicalLoader(
             self.dataset,
             sampler,
-            size,
+            self.physical_size(
+                expected_batch_size,
+                physical_batch_size,
+                activation_bytes,
+                device,
+                views,
+            ),
             collate=self.rows,
             options=self.options,
             people=self.people,

@@ -26,6 +26,7 @@ from curvedp.noise import RandomStreams
 from curvedp.plan import Plan
 from curvedp.sampling import PhysicalBatch, PhysicalLoader, Views
 from curvedp.train.compiled import CompiledPass
+from curvedp.train.coupling import CouplingCheck
 from curvedp.train.datasets import moved
 from curvedp.train.explained import StepPlan, explain
 from curvedp.train.graph import HOPED_BYTES, Capture, GraphedPass, GraphedReadOut
@@ -67,6 +68,7 @@ class Engine(Releasing):
         norms: precision of the norms.
         synthetic: makes rows of the model's shapes.
         kept: finds weights of the last checkpoint by name.
+        coupling: looks again in a mode that it has not seen.
 
     The other arguments, and what is known of where the run stands, are those of
     :class:`curvedp.train.releasing.Releasing`.
@@ -91,6 +93,7 @@ class Engine(Releasing):
         secret: RunSecret | None = None,
         synthetic: Synthesiser | None = None,
         kept: Callable[[str], Tensor | None] | None = None,
+        coupling: CouplingCheck | None = None,
     ) -> None:
         named = dict(model.named_parameters())
         super().__init__(
@@ -111,6 +114,7 @@ class Engine(Releasing):
         self._precision = precision or ForwardPrecision(None, model)
         self._norms = norms
         self._compiled: CompiledPass | None = None
+        self.coupling = coupling
         self._loader = loader
         self.attached = Attached(
             model,
@@ -217,7 +221,7 @@ class Engine(Releasing):
             )
         named = {f"argument {i}": x for i, x in enumerate(args, 1)}
         self.require_rows("private.model", named | kwargs)
-        self.attached.begin()
+        self._begin()
         recording = self._precision.recording(
             self.model,
             self._coverage,
@@ -321,8 +325,14 @@ class Engine(Releasing):
         inputs, targets = batch
         values = {"inputs": inputs, "targets": targets}
         self.require_rows("private.train_on", values)
-        self.attached.begin()
+        self._begin()
         return opened
+
+    def _begin(self) -> None:
+        """What was checked is still so, in this mode too; the model is watched."""
+        if self.coupling is not None:
+            self.coupling.require_mode()
+        self.attached.begin()
 
     def compiled(
         self,

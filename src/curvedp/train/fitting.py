@@ -27,11 +27,14 @@ from curvedp.layers import Coverage, PerExampleLoss, Synthesiser, as_call
 from curvedp.layers.coverage import undisturbed
 from curvedp.layers.direct import float_tensors
 from curvedp.layers.io import DirectIO
+from curvedp.plan import Plan
+from curvedp.sampling import Views
+from curvedp.train.datasets import TrainingData
 from curvedp.train.passes import ForwardPrecision
 from curvedp.train.settings import even_parts
 from curvedp.whitening import IdentityWhitener
 
-__all__ = ["AUTO", "fitting_rows", "largest_fitting"]
+__all__ = ["AUTO", "fitting_rows", "largest_fitting", "physical_rows"]
 
 AUTO = "auto"
 #: Of free memory; the rest is for libraries, fragments, and the estimate of curvature.
@@ -41,6 +44,39 @@ SHARE_OF_ALL = 0.5
 #: More rows gain nothing, whatever the memory.
 MOST_ROWS = {"cpu": 1024, "cuda": 16384}
 TRIAL_ROWS = 4
+
+
+def physical_rows(
+    source: TrainingData,
+    views: Views | None,
+    plan: Plan,
+    declared: int | str | None,
+    model: nn.Module,
+    coverage: Coverage,
+    synthesise: Synthesiser,
+    loss: PerExampleLoss | None,
+    precision: ForwardPrecision,
+) -> int:
+    """Rows of a physical batch: as declared, what fits, or what the device does best.
+
+    The arguments are those of :func:`fitting_rows`, and what tells the data's units.
+    """
+    expected, slots = plan.sampling.expected_batch_size, source.slots(views)
+    if declared == AUTO:
+        declared = fitting_rows(
+            model,
+            coverage,
+            synthesise,
+            loss,
+            plan.clipping,
+            expected_rows=expected * slots,
+            slots=slots,
+            size_is_public=plan.sampling.public_size is not None,
+            precision=precision,
+        )
+    device = next(model.parameters()).device.type
+    held = coverage.activation_bytes
+    return source.physical_size(expected, declared, held, device, views)
 
 
 def fitting_rows(

@@ -77,10 +77,15 @@ class ForwardPrecision:
                 "parameters, which stay as they are",
                 "call model.float() before, or leave precision out",
             )
+        self._named = name is not None
         self.keeps_short = name == KEPT
         self._dtype = None if name is None else PRECISIONS[name]
         self._device = next(model.parameters()).device.type
         self.remade_from: float = REMADE_FROM.get(self._device, math.inf)
+
+    def dtypes(self) -> set[torch.dtype]:
+        """That a pass rounds to, besides the model's own."""
+        return {self._dtype or torch.bfloat16} if self._named else set()
 
     def as_of_large_passes(self) -> ForwardPrecision:
         """The same, keeping of every pass no more than a large one would."""

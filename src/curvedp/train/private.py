@@ -231,6 +231,7 @@ class Private:
 
     def statement(self) -> Statement:
         """What is promised, about what, and what is not."""
+        coupling = self._engine.coupling
         return make_statement(
             self.plan,
             self._engine.ledger,
@@ -241,6 +242,7 @@ class Private:
             views=self._engine.views,
             pretrained=self._recipe.pretrains,
             tried=self._tried.how,
+            unchecked=() if coupling is None else coupling.limits(),
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -31,6 +31,7 @@ _NOT_COVERED = (
     "anything computed from private data outside of training (validation, statistics "
     "for normalisation, a vocabulary)",
     "other runs on the same data: their budgets add up",
+    "whether the run fails or is refused, which a record may decide",
     "side channels: timing, memory, and the rounding of floating-point noise",
 )
 _NOT_COVERED_SECURE = (
@@ -74,6 +75,7 @@ def make_statement(
     views: Views | None = None,
     pretrained: bool = False,
     tried: str = "nothing",
+    unchecked: Sequence[str] = (),
 ) -> Statement:
     """The statement of a run as it stands.
 
@@ -111,7 +113,7 @@ def make_statement(
         ("tried before", f"{tried}; a loop's schedule of rates is not tried"),
     ]
     title = f"Privacy statement (curvedp {__version__})"
-    caveats = list(_NOT_COVERED_SECURE if plan.secure else _NOT_COVERED)
+    caveats = [*(_NOT_COVERED_SECURE if plan.secure else _NOT_COVERED), *unchecked]
     if trusted_loss:
         caveats.insert(
             0,
