@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from curvedp.accounting import GaussianEvent, get_accountant
 from curvedp.barrier import ClippedSum, Relation
-from curvedp.errors import ConfigurationError, RoundError
+from curvedp.errors import ConfigurationError, CouplingError, RoundError
 from curvedp.federated import (
     Client,
     FederatedPlan,
@@ -240,3 +240,23 @@ def test_a_round_is_a_whole_number(other):
     with pytest.raises(RoundError, match="not in the plan"):
         world.clients[0].answer(replace(task, round=other))
     assert world.clients[0].ledger.count() == 0
+
+
+# -- state -----------------------------------------------------------------------------
+
+
+def test_a_client_keeps_nothing_of_its_records_in_the_model():
+    world = World()
+    client, layer = world.clients[0], world.together.model[0]
+    own = layer.forward
+
+    def keeping(x):
+        layer.weight.data[0] += 0 * x.sum()  # what is not written is no write
+        layer.last = x.mean(0)
+        return own(x)
+
+    layer.forward = keeping
+    with pytest.raises(CouplingError, match=r"'0\.last' changed"):
+        client.answer(world.server.open_round())
+    assert not hasattr(layer, "last")
+    assert client.ledger.count() == 0

@@ -107,6 +107,13 @@ class Node:
             map(is_, dict.keys(container), self._keys)
         )
 
+    @staticmethod
+    def hollow(container: Any, where: Place, register: str) -> Node:
+        """Of a container that held nothing."""
+        node = Node(container, where, register)
+        node._keys, node._values = None if node._keys is None else [], []
+        return node
+
     def changed_keys(self) -> list[Any]:
         """Keys of a dictionary under which another value stands now."""
         assert self._keys is not None
@@ -183,27 +190,27 @@ class Scan:
 
     Attributes:
         nodes: containers with something in them.
-        empty: containers without, which are looked at all at once.
         tensors: with their places, parameters among them.
         leaves: arrays and other things with bytes.
         speaking: modules with a ``get_extra_state`` of their own.
     """
 
     nodes: list[Node] = field(default_factory=list)
-    empty: list[Node] = field(default_factory=list)
     tensors: list[tuple[Tensor, Place]] = field(default_factory=list)
     leaves: list[Leaf] = field(default_factory=list)
     speaking: list[tuple[nn.Module, Place]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._hollow: list[Any] = []
+        self._hollow: list[Any] = []  # containers with nothing in them
+        self._hollow_where: list[tuple[Place, str]] = []
 
     def add(self, container: Any, where: Place, register: str = "") -> None:
         """Take a container in."""
-        node = Node(container, where, register)
-        (self.nodes if container else self.empty).append(node)
         if not container:
             self._hollow.append(container)
+            self._hollow_where.append((where, register))
+            return
+        self.nodes.append(Node(container, where, register))
         if len(self.nodes) > MOST:
             raise CoverageError(
                 f"the module {where[0]!r} holds more than {MOST} Python containers "
@@ -225,7 +232,8 @@ class Scan:
     def other(self) -> list[Node]:
         """Containers that hold something else."""
         full = [node for node in self.nodes if not node.same()]
-        return full + [node for node in self.empty if node.container]
+        pairs = zip(self._hollow, self._hollow_where, strict=True)
+        return full + [Node.hollow(x, *where) for x, where in pairs if x]
 
 
 def scan(model: nn.Module) -> Scan:
@@ -284,11 +292,15 @@ def _look_into_module(
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         found.speaking.append((module, here))
     for key, held in own.items():
+        if type(held) in _ATOMS:
+            continue
         if name is not None and key in _OWN_DICTS:
             found.add(held, here, key)
             yield from ((x, (name, n)) for n, x in held.items())
-        else:
+        elif not isinstance(held, dict) or held:
             yield held, where if name is None else (name, key)
+        else:  # most of what torch hangs on a module
+            found.add(held, where if name is None else (name, key))
 
 
 def _look_into_object(

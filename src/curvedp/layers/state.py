@@ -236,11 +236,11 @@ class State:
         found: Spots = {}
         for node in [] if self._found.same() else self._found.other():
             if node.where[1] is not None:
-                found["node", id(node)] = node.where
+                found["node", id(node.container)] = node.where
                 continue
             kind = node.register or "key"
             for key in node.changed_keys():
-                found[kind, id(node), key] = node.where[0], str(key)
+                found[kind, id(node.container), key] = node.where[0], str(key)
         return found
 
     def _foreign(self, spots: Spots) -> Spots:
@@ -256,7 +256,7 @@ class State:
         """What tells what stands there now from everything else."""
         kind, number = spot[0], spot[1]
         assert isinstance(number, int)
-        nodes = [n for n in self._found.other() if id(n) == number]
+        nodes = [n for n in self._found.other() if id(n.container) == number]
         if kind == "node":
             return bits_of(nodes[0].container)
         if len(spot) > 2:
