@@ -19,7 +19,8 @@ __all__ = [
 
 def table(result):
     lines = [*_steps(result), "", *_beside_opacus(result), "", *_whitened(result)]
-    lines += ["", *_guard(result)]
+    guards = list(_guard(result))
+    lines += ["", *guards] if guards else []
     reasons = [
         f"- `{row['net']}`, {name}: {reason}"
         for row in result["rows"]
