@@ -130,6 +130,29 @@ def test_uses_that_cancel_do_not_round_apart(form, rows):
     assert 0.9 < worst <= MOST, worst
 
 
+def test_small_gradients_that_stay_as_rows_are_written_down_to_be_added():
+    """A measured layer keeps its inputs; a GPU's product over all positions: 1.02 C."""
+    geometry, worst = ConvGeometry.of(nn.Conv1d(1, 1, 1)), 0.0
+    index = torch.arange(4096)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        a, d, moved = torch.randn(3, 4096, 1, 2, generator=generator)
+        a, d = a.abs(), 1e3 * d.abs()
+        a = torch.stack([a, a * (1 + 1e-3 * moved)], 3).flatten(2)  # there and back
+        d = torch.stack([d, -d], 3).flatten(2)
+        a[0], d[0], a[0, 0, 0] = 0, 3, 1
+
+        def added(order, present, a=a, d=d):
+            io = DenseIO("l", "w", None, [(a[order], d[order])], geometry)
+            with planned_for("cuda"):
+                return summed(io, {"w": torch.zeros(1, 1, 1)}, present)
+
+        whole, gone = added(index, index >= 0), added(index.roll(-1), index < 4095)
+        masked = added(index, index > 0)
+        worst = max(worst, *(float((whole - x).norm()) for x in (gone, masked)))
+    assert 0.9 < worst <= MOST, worst
+
+
 @pytest.mark.parametrize("form", ["calls", "tied", "lookup"])
 def test_where_float64_is_slow_gradients_are_written_down(form, monkeypatch):
     monkeypatch.setattr(layer_io, "fast_float64", lambda x: False)

@@ -81,8 +81,8 @@ def clipped_sum(
         One unit moves the sum by at most ``rule.bound`` in L2 norm, whatever it is.
         What additions round away depends on everybody in the batch. Norms therefore
         count what hardly leaves anything for more than it is, and contributions are
-        shortened a little (:func:`curvedp.layers.rounding.counted`; measured, not
-        proven).
+        shortened a little (:func:`curvedp.layers.rounding.counted`; proven in part,
+        docs/theory.md, "What the bound rests on").
         An example with a non-finite value anywhere, or a norm that overflows,
         contributes exactly zero, and leaves the others as they are.
     """

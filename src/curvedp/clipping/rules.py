@@ -10,10 +10,14 @@ normalised  ``C / (n_i + gamma)``                       ``C``
 per-layer   ``min(1, C_l / n_il)``, ``C_l = C/sqrt(L)``  ``sqrt(sum_l C_l^2) = C``
 ==========  ==========================================  ===========================
 
-The bound is what the clipped vector really has *after rounding*: weights are scaled by
+The bound is what one clipped vector really has *after rounding*: weights are scaled by
 ``1 - 2^-20``, which covers the rounding of the norm's square root, of the weight and of
-the products with it. The sensitivity is C under add/remove and zero-out, 2C under
-replace-one (:meth:`curvedp.barrier.ClippedSum.sensitivity`).
+the products with it. For the rounding of the sum over a batch they are shortened
+further (:func:`curvedp.clipping.bounded.kept_of_bound`); docs/theory.md, "What the
+bound rests on", says what of that is proven.
+
+The sensitivity is C under add/remove and zero-out, 2C under replace-one
+(:meth:`curvedp.barrier.ClippedSum.sensitivity`).
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ from curvedp.layers.io import (
     replace_examples,
     together,
     uses_together,
+    written_sum,
 )
 from curvedp.layers.planned import kind_of
 from curvedp.layers.precision import (
@@ -204,7 +205,11 @@ class DenseIO(LayerIO):
         like = self.calls[0][1]
         if len(self.calls) > 1:
             return uses_together(self, weights, like, summed)
-        return summed(dtype or compute_dtype(like))
+        dtype = dtype or compute_dtype(like)
+        # positions of small gradients cancel most, and some have to stay as they are
+        if dtype == torch.float32 and self.shape.positions > 1 and self.settles:
+            return written_sum(self, weights, like)
+        return summed(dtype)
 
     def _summed(self, weights: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         weight_sum: Tensor | None = None

@@ -45,6 +45,7 @@ __all__ = [
     "replace_examples",
     "together",
     "uses_together",
+    "written_sum",
 ]
 
 
@@ -151,6 +152,11 @@ def uses_together(
     """
     if fast_float64(like) or like.dtype == torch.float64:
         return summed(torch.float64)
+    return written_sum(io, weights, like)
+
+
+def written_sum(io: LayerIO, weights: Tensor, like: Tensor) -> dict[str, Tensor]:
+    """``weighted_sum`` of gradients that are written down, a few at a time."""
     one = io.take(slice(0, 1)).per_example()
     each = sum(g.numel() for g in one.values())
     rows = max(1, CHUNK_ELEMENTS.get(kind_of(like), 2**20) // max(1, each))
