@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import checks, peer_data, peer_models, peer_sums
+from . import checks, correlated_faults, peer_data, peer_models, peer_runs, peer_sums
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Clause:
 
 _OPACUS = "Opacus 1.6"
 _DPKFC = "DP-KFC's code"
+_OPAKE = "Opake's audit"
+_FLASHDP = "FlashDP's code"
 _SEVERAL = "several"
 
 PEERS = (
@@ -160,5 +162,68 @@ PEERS = (
     Clause(_DPKFC, "LoRA crashes", (peer_models.adapters_are_exact,)),
     Clause(
         _DPKFC, "non-square images crash", (peer_models.non_square_images_are_exact,)
+    ),
+    Clause(
+        "Opacus distributed",
+        "ranks draw the same positions, or whole noise on each",
+        (
+            peer_data.several_processes_are_refused,
+            peer_data.processes_started_later_are_refused,
+        ),
+    ),
+    Clause(
+        _OPAKE,
+        "resume installs one rank's sampler key on all: 0.199 printed, 2.40 true",
+        (
+            peer_data.several_processes_are_refused,
+            checks.a_step_made_again_is_drawn_again,
+            peer_runs.resumed_examples_stay_in_their_groups,
+            peer_runs.other_groups_cost_what_they_add,
+        ),
+    ),
+    Clause(
+        _OPAKE,
+        "batch size changed on resume, the sampler keeps the old q",
+        (peer_runs.resumed_run_has_its_rate, peer_runs.stored_state_has_its_rate),
+    ),
+    Clause(
+        _OPAKE,
+        "LoRA resume loads no adapter weights while ledger and noise go on",
+        (peer_runs.resumed_adapter_has_its_weights,),
+    ),
+    Clause(
+        _OPAKE,
+        "tied embeddings crash after the budget is spent",
+        (
+            peer_runs.tied_embeddings_train,
+            peer_runs.a_crash_before_the_sum_is_unpaid,
+        ),
+    ),
+    Clause(
+        _OPAKE,
+        "correlated-noise state without the strategy's identity",
+        (
+            peer_runs.another_strategys_noise_is_not_taken_back,
+            correlated_faults.noise_is_taken_back_in_its_own_frame,
+        ),
+    ),
+    Clause(
+        _OPAKE,
+        "a clipped count priced at half its sensitivity",
+        (
+            peer_sums.adaptive_contribution_is_bounded,
+            peer_sums.adaptive_count_gets_the_same_noise,
+        ),
+    ),
+    Clause(
+        _FLASHDP,
+        "noise of s / sqrt(B) on the mean",
+        (peer_runs.noise_does_not_depend_on_the_batch,),
+    ),
+    Clause(_FLASHDP, "uninitialised norms", (checks.contribution_is_bounded,)),
+    Clause(
+        _FLASHDP,
+        "clipping by blocks called per example",
+        (peer_runs.layers_share_the_bound,),
     ),
 )

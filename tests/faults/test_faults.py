@@ -15,6 +15,7 @@ from . import (
     federated_faults,
     payment_faults,
     peer_faults,
+    peer_runs,
     record_faults,
     row_faults,
     rule_faults,
@@ -27,7 +28,7 @@ from .peers import PEERS
 FAULTS = rule_faults.FAULTS + curvature_faults.FAULTS + peer_faults.FAULTS
 FAULTS += correlated_faults.FAULTS + federated_faults.FAULTS + coupling_faults.FAULTS
 FAULTS += payment_faults.FAULTS + stranger_faults.FAULTS + state_faults.FAULTS
-FAULTS += record_faults.FAULTS + row_faults.FAULTS
+FAULTS += record_faults.FAULTS + row_faults.FAULTS + peer_runs.FAULTS
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(f.check for f in FAULTS))
@@ -62,4 +63,5 @@ def test_every_failure_seen_elsewhere_has_a_check_that_can_fail(clause):
 
 def test_every_check_of_a_peers_failure_is_in_the_table():
     listed = {check for clause in PEERS for check in clause.checks}
-    assert {fault.check for fault in peer_faults.FAULTS} <= listed
+    faults = peer_faults.FAULTS + peer_runs.FAULTS
+    assert {fault.check for fault in faults} <= listed
