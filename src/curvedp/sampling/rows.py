@@ -20,12 +20,10 @@ there in the trial, and differ in no length in which they did not differ there.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, combinations, pairwise, product
+from itertools import chain, combinations, product
 from typing import Any
 
 import numpy as np
@@ -35,6 +33,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.data import default_collate
 
 from curvedp.errors import ConfigurationError, DataError, withheld
+from curvedp.sampling.alike import Runs, changed, is_rows, seeded, tensors_of
 from curvedp.sampling.records import (
     FILLED,
     NUMBERS,
@@ -45,28 +44,15 @@ from curvedp.sampling.records import (
     as_dicts,
 )
 
-__all__ = [
-    "Beside",
-    "Collate",
-    "RowCollate",
-    "Side",
-    "aligned",
-    "seeded",
-    "tensors_of",
-]
+__all__ = ["Beside", "Collate", "RowCollate"]
 
 Collate = Callable[[list[Any]], Any]
 #: A length of the batch, by tensor and dimension.
 Length = tuple[str, int]
-#: For each dimension, whether the shorter stands at the end of the longer.
-Side = tuple[bool, ...]
 
 #: Batches of the trial, and the largest one for records of more than LARGE numbers.
 BATCHES = (2, 3, 17)
 LARGE, FEW = 100_000, 3
-
-#: How often a function that draws is asked, to see what it does not draw.
-DRAWS = (8, 32)
 
 _SAMPLE = "give sample=[...], some public examples in the form of the dataset's"
 
@@ -187,9 +173,9 @@ class RowCollate:
 
         It would stay where it is when rows are put beside those of their person.
         """
-        leaves = tree_flatten_with_path(self.template, is_leaf=partial(_is_rows, 1))[0]
+        leaves = tree_flatten_with_path(self.template, is_leaf=partial(is_rows, 1))[0]
         for path, x in leaves:
-            if _is_rows(1, x):
+            if is_rows(1, x):
                 raise DataError(
                     "a batch has a list with an entry for each example "
                     f"{keystr(path)}, which is not put in the order of persons",
@@ -232,15 +218,16 @@ class RowCollate:
                 [self.records.make(i + shift, lengths(i)) for i in range(count)]
                 for shift in (0, count + 1 if made else 1)
             )
-            before = _Runs(self, own)
+            before = Runs(partial(self.collated, own), count)
             for bit, side in product(range((count - 1).bit_length()), (0, 1)):
                 stays = [i for i in range(count) if (i >> bit) & 1 != side]
                 mixed = [own[i] if i in stays else other[i] for i in range(count)]
-                _refuse_changed(_changed(before, _Runs(self, mixed), stays))
+                after = Runs(partial(self.collated, mixed), count)
+                _refuse_changed(changed(before, after, stays))
             if count <= FEW:
                 for i in range(count):
-                    alone = _Runs(self, own[i : i + 1])
-                    _refuse_cut(_changed(alone, before, [0], shift=i))
+                    alone = Runs(partial(self.collated, own[i : i + 1]), 1)
+                    _refuse_cut(changed(alone, before, [0], shift=i))
 
     def _lengths(self) -> list[Callable[[int], Sizes]]:
         """Lengths of record i: each differs where it can, and so does each filling."""
@@ -354,124 +341,6 @@ def _differing(x: Any, y: Any) -> Iterator[Length]:
                     yield place, d
 
 
-class _Runs:
-    """Batches of the same records under several random states, row by row."""
-
-    def __init__(self, trial: RowCollate, records: Sequence[Any]) -> None:
-        self._trial, self._records = trial, records
-        self._made: list[dict[str, list[Any]]] = []
-
-    def __getitem__(self, seed: int) -> dict[str, list[Any]]:
-        while len(self._made) <= seed:
-            with seeded(len(self._made)):
-                batch = self._trial.collated(self._records)
-            self._made.append(_by_row(batch, len(self._records)))
-        return self._made[seed]
-
-    @cached_property
-    def draws(self) -> bool:
-        """Whether the function draws random numbers."""
-        return any(
-            _apart(self.row(place, i, 1), self.row(place, i, seed + 1)[seed:])
-            for seed in range(1, DRAWS[0])
-            for place, i in product(self[0], range(len(self._records)))
-        )
-
-    def row(self, place: str, i: int, draws: int) -> list[Any]:
-        """What it is under each random state; None where it is not there."""
-        rows = (self[seed].get(place) for seed in range(draws))
-        return [None if found is None else found[i] for found in rows]
-
-
-def _changed(
-    before: _Runs, after: _Runs, rows: Collection[int], shift: int | None = None
-) -> str | None:
-    """Where one of the rows is another one, or None; up to padding.
-
-    With a shift, ``before`` is of fewer records, and nothing of theirs may be missing.
-    """
-    place = None
-    for draws in (1, *DRAWS):
-        differ = (
-            place
-            for place, i in product(before[0], rows)
-            if _apart(
-                before.row(place, i, draws),
-                after.row(place, i + (shift or 0), draws),
-                grows=shift is not None,
-            )
-        )
-        place = next(differ, None)
-        if place is None or not (before.draws or after.draws):
-            return place
-    return place
-
-
-def _apart(one: list[Any], other: list[Any], *, grows: bool = False) -> bool:
-    """Whether two rows differ in what is the same in all their draws."""
-    if not all(isinstance(x, Tensor) for x in [*one, *other]):
-        settled = all(_equal(x, y) for own in (one, other) for x, y in pairwise(own))
-        # what is no tensor and not a row of its own may tell of the batch's lengths
-        return settled and not grows and not _equal(one[0], other[0])
-    if len({x.shape for x in one}) > 1 or len({x.shape for x in other}) > 1:
-        return False  # even its length is drawn
-    x, y = torch.stack(one), torch.stack(other)
-    if grows and any(n > m for n, m in zip(x.shape, y.shape, strict=False)):
-        return True
-    return all(
-        bool((_unsettled(a, b)).any()) for _, (a, b) in _sides(x, y)
-    )  # and so if there is none
-
-
-def _unsettled(a: Tensor, b: Tensor) -> Tensor:
-    """Entries that are the same in all draws of a, and in all of b, and differ."""
-    fixed = _same(a, a[:1]).all(0) & _same(b, b[:1]).all(0)
-    return fixed & ~_same(a[0], b[0])
-
-
-def _same(x: Tensor, y: Tensor) -> Tensor:
-    return (x == y) | (x.isnan() & y.isnan())
-
-
-def _sides(x: Tensor, y: Tensor) -> Iterator[tuple[Side, tuple[Tensor, Tensor]]]:
-    """Both cut to the shape that they share, from each side."""
-    if x.dim() != y.dim():
-        return
-    pairs = zip(x.shape, y.shape, strict=True)
-    for side in product(*((False, True) if n != m else (False,) for n, m in pairs)):
-        yield side, (aligned(x, y, side), aligned(y, x, side))
-
-
-def aligned(x: Tensor, like: Tensor, side: Side) -> Tensor:
-    """The part of x that has at most the shape of ``like``, on that side."""
-    for d, at_end in enumerate(side):
-        n = min(x.shape[d], like.shape[d])
-        x = x.narrow(d, x.shape[d] - n if at_end else 0, n)
-    return x
-
-
-def _by_row(batch: Any, count: int) -> dict[str, list[Any]]:
-    """Rows by place: of tensors, of lists of something else; or the same for all."""
-    is_rows = partial(_is_rows, count)
-    found = {}
-    for path, x in tree_flatten_with_path(batch, is_leaf=is_rows)[0]:
-        rows = isinstance(x, Tensor) or is_rows(x)
-        found[keystr(path)] = list(x) if rows else [x] * count
-    return found
-
-
-def _is_rows(count: int, x: Any) -> bool:
-    listed = isinstance(x, list) and len(x) == count
-    return listed and not any(isinstance(y, Tensor | dict | tuple | list) for y in x)
-
-
-def tensors_of(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch, by their place in it."""
-    for path, x in tree_flatten_with_path(batch)[0]:
-        if isinstance(x, Tensor):
-            yield keystr(path), x
-
-
 def _numbers(batch: Any) -> int:
     return sum(x.numel() for _, x in tensors_of(batch))
 
@@ -480,25 +349,3 @@ def _template(batch: Any) -> Any:
     return tree_map(
         lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, batch
     )
-
-
-def _equal(x: Any, y: Any) -> bool:
-    try:
-        return bool(x == y) or x is y
-    except Exception:  # whatever cannot be compared says nothing
-        return True
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """The same random state each time; the caller's comes back."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])

@@ -37,9 +37,10 @@ from curvedp.layers.trial import (
     perturbed_parameters,
     without_dropout,
 )
+from curvedp.sampling.alike import aligned, seeded, tensors_of
 from curvedp.sampling.prepare import Prepare, prepared
 from curvedp.sampling.records import NUMBERS, Bounds, MadeUpRecords, Sizes
-from curvedp.sampling.rows import Beside, RowCollate, aligned, seeded, tensors_of
+from curvedp.sampling.rows import Beside, RowCollate
 from curvedp.train.datasets import as_batch
 
 __all__ = ["padding_tried"]
