@@ -110,7 +110,7 @@ FAULTS = [
     Fault(
         "loop: a number of the batch",
         a_number_of_the_batch_is_refused,
-        (Patch(GivenRows.require, "leaf not in self._numbers", "False"),),
+        (Patch(GivenRows.require, "not self._has(leaf)", "False"),),
     ),
     Fault(
         "loop: rows in another order, in a program",

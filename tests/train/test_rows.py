@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,7 +147,23 @@ class Shifted(nn.Module):
         return self.layer(x - shift)
 
 
-@pytest.mark.parametrize("value", [lambda x: x.mean(0), lambda x: float(x.mean())])
+@dataclass(slots=True)
+class Hidden:
+    shift: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda x: x.mean(0),
+        lambda x: x.mean(0).expand(x.shape).contiguous(),
+        lambda x: float(x.mean()),
+        lambda x: x.mean(0).numpy(),
+        lambda x: Hidden(x.mean(0)),
+        lambda x: {"shift": [x.mean(0)]},
+        lambda x: nn.utils.rnn.pack_sequence([x]),
+    ],
+)
 def test_a_statistic_of_the_batch_beside_its_rows_is_refused(value):
     private = attach(vectors(), Shifted())
     for x, y in private.loader:

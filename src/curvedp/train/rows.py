@@ -15,7 +15,7 @@ the answer is waited for when the sum is taken in, not before.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -170,7 +170,7 @@ class GivenRows:
                 if isinstance(leaf, Tensor):
                     self._compare(_Argument(where, name, number, _plain(leaf)))
                     count += 1
-                elif not isinstance(leaf, _HARMLESS) and leaf not in self._numbers:
+                elif not isinstance(leaf, _HARMLESS) and not self._has(leaf):
                     said = f"is a {type(leaf).__name__} that the loader did not give"
                     self._refuse(where, name, said)
         if not count:
@@ -183,6 +183,9 @@ class GivenRows:
             if late:
                 self._find(late.argument)
         self._late.clear()
+
+    def _has(self, value: Any) -> bool:
+        return isinstance(value, int | float) and value in self._numbers
 
     def _compare(self, argument: _Argument) -> None:
         x = argument.tensor
@@ -308,7 +311,8 @@ def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         value = value.values()
     elif is_dataclass(value) and not isinstance(value, type):
-        value = vars(value).values()
+        named = {field.name: getattr(value, field.name) for field in fields(value)}
+        value = (named | getattr(value, "__dict__", {})).values()
     elif not isinstance(value, tuple | list):
         yield value
         return
