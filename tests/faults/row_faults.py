@@ -57,6 +57,18 @@ def labels_of_other_rows_are_refused():
     _refused(lambda x, y: (x, y.flip(0)))
 
 
+def centred_outputs_are_refused():
+    private = attach(examples(), steps=1)
+
+    def centred():
+        for x, y in private.loader:
+            output = private.model(x)
+            private.loss(output - output.mean(0), y).backward()
+            private.optimizer.step()
+
+    refused(LoopError, "what private.model gave", centred)
+
+
 def a_number_of_the_batch_is_refused():
     private = attach(examples(), steps=1)
 
@@ -106,6 +118,11 @@ FAULTS = [
                 "...",
             ),
         ),
+    ),
+    Fault(
+        "loop: centred outputs",
+        centred_outputs_are_refused,
+        (Patch(Private.loss, "self._engine.require_made(output)", "..."),),
     ),
     Fault(
         "loop: a number of the batch",

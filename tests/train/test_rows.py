@@ -209,6 +209,62 @@ def test_without_a_loss_the_statement_says_what_was_not_compared():
     assert "labels were not compared" in str(private.statement())
 
 
+def subtracted(output):
+    output -= output.mean(0)
+    return output
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda out: out - out.mean(0),
+        lambda out: out - out.mean(0).detach(),
+        lambda out: out.flip(0),
+        lambda out: out.log_softmax(0),
+        lambda out: out.log_softmax(-2),
+        lambda out: out.unsqueeze(0).log_softmax(1).squeeze(0),
+        lambda out: out.reshape(2, -1, 3).transpose(0, 1).reshape(-1, 3),
+        lambda out: out * out.std(),
+        lambda out: out - out[:, :1].squeeze(1).log_softmax(-1)[:, None],
+        lambda out: out[:, 0].softmax(-1).unsqueeze(1).expand(-1, 3),
+        lambda out: out[:, 0].log_softmax(-1).sigmoid().unsqueeze(-1),
+        lambda out: out[torch.arange(len(out)).flip(0)],
+        subtracted,
+    ],
+)
+def test_an_output_that_was_mixed_is_refused(change):
+    private = attach(vectors(), nn.Linear(4, 3))
+    for x, y in private.loader:
+        output = private.model(x)
+        with pytest.raises(LoopError, match=r"what private\.model gave"):
+            private.loss(change(output), y).backward()
+        with pytest.raises(LoopError):
+            private.optimizer.step()
+        break
+    assert paid(private) == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda out: out.double().float(),
+        lambda out: out.log_softmax(1).exp(),
+        lambda out: F.softmax(out, -1).clone(),
+        lambda out: out.unsqueeze(1).flatten(1).sigmoid(),
+        lambda out: out.unsqueeze(1).mean(1),
+        lambda out: out.unsqueeze(-1).transpose(1, 2)[:, -1],
+        lambda out: out.exp().unsqueeze(2)[:, :, :1].sum(-1),
+        lambda out: out.unsqueeze(1).max(1)[0],
+    ],
+)
+def test_functions_of_an_element_shapes_or_classes_may_stand_between(change):
+    private = attach(vectors(), nn.Linear(4, 3))
+    for x, y in private.loader:
+        private.loss(change(private.model(x)), y).backward()
+        private.optimizer.step()
+    assert private.step == 3
+
+
 def as_on_a_gpu(x, y):
     """A comparison that is made, and whose answer nobody has waited for."""
     return torch.tensor(not torch.equal(x.nan_to_num(), y.nan_to_num()))

@@ -233,7 +233,10 @@ class Engine(Releasing):
             output = recording.forward(args, kwargs, point)
             self.attached.state.after_forward(args, kwargs, point)
         self._open.recording = recording
-        return self._precision.outputs(output)
+        output = self._precision.outputs(output)
+        if self._open.given is not None:
+            self._open.given.made(output)
+        return output
 
     def require_rows(self, where: str, values: Mapping[str, Any]) -> None:
         """Refuse what are not the rows of the open batch, if there is one."""
@@ -244,6 +247,11 @@ class Engine(Releasing):
         """A pass without gradients; between two batches it is the user's alone."""
         between = self._open.batch is None and not self.attached.state.is_open
         return (self.model if between else self.attached.watched)(*args, **kwargs)
+
+    def require_made(self, output: Any) -> None:
+        """Refuse what is not the model's output for the open batch, if there is one."""
+        if self._open.given is not None:
+            self._open.given.require_made(output)
 
     def require_backward(self) -> tuple[PhysicalBatch, Recording]:
         """The open batch and its recorded pass, or an error naming what is missing."""

@@ -117,7 +117,8 @@ class Private:
     def loss(self, output: Any, targets: Any) -> Tensor:
         """Mean of the per-example losses that were checked. Its value is private.
 
-        Where it is trained on, the targets must be rows of the loader.
+        Where it is trained on, the output must be the model's and the targets rows of
+        the loader.
         """
         if self._loss is None:
             raise ConfigurationError(
@@ -126,6 +127,7 @@ class Private:
             )
         if self.model.training and torch.is_grad_enabled():
             self._engine.require_rows("private.loss", {"targets": targets})
+            self._engine.require_made(output)
             self._loss_used = True
         with withheld("private.loss"):
             return self._loss(output, targets).mean()

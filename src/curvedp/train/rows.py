@@ -10,11 +10,14 @@ column of the loader's tensors after a cast: so do copies, casts, layouts, slice
 chosen columns, however they were made, and nothing that moves or mixes rows. Small
 tensors are compared whole, large ones at public places, the same for all rows. On a GPU
 the answer is waited for when the sum is taken in, not before.
+
+Between model and loss the graph says what was done: functions of each element, new
+shapes, and what is done along other dimensions than the first pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -156,6 +159,7 @@ class GivenRows:
         ]
         self._numbers = [x for x in found if isinstance(x, int | float)]
         self._late: list[_Late] = []
+        self._made: list[tuple[Tensor, int]] = []
 
     @torch.no_grad()
     def require(self, where: str, values: Mapping[str, Any]) -> None:
@@ -175,6 +179,29 @@ class GivenRows:
                     self._refuse(where, name, said)
         if not count:
             self._refuse(where, ", ".join(values), "has none of the batch's tensors")
+
+    def made(self, output: Any) -> None:
+        """Note what the model made of the batch."""
+        found = [x for x in _leaves(output) if isinstance(x, Tensor)]
+        self._made = [(x, version(x)) for x in found]
+
+    def require_made(self, output: Any) -> None:
+        """Refuse an output that was changed on its way to the loss.
+
+        Casts and functions of each element alone may stand between.
+        """
+        nodes = {x.grad_fn for x, before in self._made if version(x) == before}
+        known = {id(x) for x, before in self._made if version(x) == before}
+        for x in _leaves(output):
+            if not isinstance(x, Tensor) or id(x) in known:
+                continue
+            if not _within(x, self._rows, nodes):
+                raise LoopError(
+                    "private.loss was not given what private.model gave: the output "
+                    "was changed on the way, where nothing was tried for mixing rows",
+                    "do it in the model's forward, or in the loss that make_private is "
+                    "given: loss=lambda output, targets: ...; both are tried",
+                )
 
     @torch.no_grad()
     def confirm(self) -> None:
@@ -289,6 +316,45 @@ class GivenRows:
             "row); casts, layouts and slices within a row may stay in the loop, and "
             "what is the same for all rows belongs into the model",
         )
+
+
+#: Nodes of functions of each element alone, and of one tensor.
+_ELEMENTWISE = {
+    f"{name}Backward0"
+    for name in ("ToCopy", "Clone", "Alias", "Sigmoid", "Tanh", "Exp", "Log", "Neg")
+} | {"LogSigmoidBackward0", "SoftplusBackward0", "ReluBackward0"}
+#: Those that keep all elements in their order: equal rows begin at equal places.
+_SHAPES = {f"SqueezeBackward{k}" for k in range(3)} | {
+    f"{name}Backward0" for name in ("Unsqueeze", "View", "UnsafeView", "ReshapeAlias")
+}
+#: Those over or along dimensions that they name: of rows, if the first is none of them.
+_ALONG = {
+    f"{name}Backward0"
+    for name in ("LogSoftmax", "Softmax", "Slice", "Select", "Transpose", "Amax", "Max")
+} | {"MeanBackward1", "SumBackward1", "SqueezeBackward1", "UnsqueezeBackward0"}
+
+
+def _within(x: Tensor, rows: int, nodes: Collection[Any]) -> bool:
+    """Whether rows of ``x`` are functions of the same rows of a node's output alone."""
+    node: Any = x.grad_fn
+    names, along = set(), True
+    while node is not None and node not in nodes:
+        names.add(name := type(node).__name__)
+        along &= name in _ELEMENTWISE or (name in _ALONG and _keeps_first(node))
+        node = node.next_functions[0][0] if node.next_functions else None
+    if node is None or x.shape[:1] != (rows,):
+        return False
+    return along or names <= _ELEMENTWISE | _SHAPES
+
+
+def _keeps_first(node: Any) -> bool:
+    """Whether none of a node's dimensions is the first, however it is counted."""
+    if "Softmax" in type(node).__name__ and node._saved_result.dim() < 2:
+        return False
+    said = [getattr(node, f"_saved_{n}", ()) for n in ("dim", "dim0", "dim1")]
+    dims = [d for s in said for d in (s if isinstance(s, tuple | list) else (s,))]
+    # where the last dimension is the first as well, no batch is left of it
+    return bool(dims) and all(0 < d < 2**63 or d in (-1, 2**64 - 1) for d in dims)
 
 
 #: What carries no row and no number.
