@@ -383,3 +383,10 @@ def test_a_checkpoint_says_in_json_what_it_holds(tmp_path):
         private.save()
     (folder,) = (tmp_path / "checkpoints").iterdir()
     assert '"bits"' in json.dumps(read_json(folder / "checkpoint.json"))
+
+
+def test_an_attached_optimiser_is_not_attached_again():
+    private = attached(None, torch.optim.SGD)
+    model = private._engine.model
+    with pytest.raises(ConfigurationError, match="attached already"):
+        attach(examples(), model, optimizer=private.optimizer)
