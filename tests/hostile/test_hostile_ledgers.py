@@ -18,8 +18,8 @@ from curvedp.accounting import (
     PoissonGaussianEvent,
     read_ledger,
 )
-from curvedp.accounting.chains import dump_lines
-from curvedp.accounting.ledger import LONGEST_LINE
+from curvedp.accounting import ledger as ledger_module
+from curvedp.accounting.chains import LONGEST_LINE, dump_lines
 from curvedp.barrier import Relation
 from curvedp.cli import output
 from curvedp.cli.app import app
@@ -124,6 +124,21 @@ def test_a_line_that_no_run_writes_is_refused(tmp_path):
     path.write_bytes(dump_lines([header()])[0] + b" " * (LONGEST_LINE + 1) + b"\n")
     with pytest.raises(LedgerError, match="longer than"):
         read_ledger(path)
+
+
+def test_nothing_is_written_that_could_not_be_read_again(tmp_path, monkeypatch):
+    path = tmp_path / "ledger.jsonl"
+    with Ledger.create(path, header()) as ledger:
+        with pytest.raises(ConfigurationError, match="longer than"):
+            ledger.note("x" * LONGEST_LINE)
+        monkeypatch.setattr(ledger_module, "LONGEST", path.stat().st_size + 300)
+        with pytest.raises(LedgerError, match="longer than"):
+            for step in range(9):
+                ledger.pay(step, 0, STEP)
+        assert ledger.count() >= 1
+    assert read_ledger(path).count() == ledger.count()
+    with pytest.raises(ConfigurationError, match="longer than"):
+        Ledger.create(tmp_path / "b", header(notes=("x" * LONGEST_LINE,)))
 
 
 def ledger_of(path, events):

@@ -9,7 +9,10 @@ from typing import Any, Protocol
 
 from curvedp.errors import ConfigurationError
 
-__all__ = ["chain_of", "dump_lines"]
+__all__ = ["LONGEST_LINE", "chain_of", "dump_lines"]
+
+#: Bytes. A file with a hole has a line that is longer than the memory.
+LONGEST_LINE = 1 << 22
 
 
 class Entry(Protocol):
@@ -50,6 +53,14 @@ def dump_lines(
             if chained:
                 content["chain"] = previous
             lines.append(json.dumps(content, allow_nan=False) + "\n")
+            if len(lines[-1]) > LONGEST_LINE:  # ASCII, so these are bytes
+                raise ConfigurationError(
+                    f"a line of the ledger is longer than {LONGEST_LINE} bytes, and "
+                    "nobody could read it again",
+                    "keep facts and notes short, and noise to fewer bands",
+                )
+    except ConfigurationError:
+        raise
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"not a JSON value in the ledger: {error}",

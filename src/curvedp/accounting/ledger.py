@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from curvedp.accounting.chains import dump_lines
+from curvedp.accounting.chains import LONGEST_LINE, dump_lines
 from curvedp.accounting.events import Event
 from curvedp.accounting.records import (
     LedgerHeader,
@@ -52,9 +52,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-#: Bytes of a line, and of all of them: ten million payments. A file with holes can be
-#: far longer than the disk, and would fill the memory.
-LONGEST_LINE, LONGEST = 1 << 22, 1 << 31
+#: Bytes of a ledger: some ten million payments.
+LONGEST = 1 << 31
 _FLAGS = os.O_RDWR | getattr(os, "O_BINARY", 0)
 
 
@@ -224,6 +223,11 @@ class Ledger(LedgerRecord):
     def _append(self, entry: Payment | Note) -> None:
         descriptor = self._checked_descriptor()
         line, chains = dump_lines([entry], self._chains[-1], chained=self.chained)
+        if self._size + len(line) > LONGEST:
+            raise LedgerError(
+                f"{self.path} would be longer than {LONGEST} bytes, which nobody reads",
+                "plan a run with fewer steps",
+            )
         try:
             _write(descriptor, line)
         except OSError as error:
