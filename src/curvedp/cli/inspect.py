@@ -25,6 +25,7 @@ from curvedp.experiments import (
 )
 from curvedp.experiments.predictions import check_output, to_text, write_predictions
 from curvedp.experiments.runs import NO_HELD_OUT, evaluate_built
+from curvedp.values import printable
 
 __all__ = ["register"]
 
@@ -131,6 +132,7 @@ def predict(
     if json_output:
         print_json(document if output else {**document, "predictions": records})
     elif output is None:
-        typer.echo(to_text(records, ".csv"), nl=False)
+        text = to_text(records, ".csv")  # names of classes come from the run's folder
+        typer.echo(printable(text) if results.is_terminal else text, nl=False)
     else:
         tell(f"{len(records)} predictions in {output}")
