@@ -91,7 +91,7 @@ def what_no_checkpoint_holds_is_refused_before_a_payment():
     with tempfile.TemporaryDirectory() as folder:
         refused(
             CheckpointError,
-            "extra_state",
+            "stored",
             lambda: attach(examples(), _Untold(4, 3), run_dir=folder),
         )
         assert read_ledger(Path(folder) / "ledger.jsonl").count() == 0
@@ -217,7 +217,7 @@ FAULTS = [
         (
             Patch(
                 Private._load,
-                'self._engine.require_paid(state.get("step"), what)',
+                'self._engine.require_paid(state["step"], what)',
                 "pass",
             ),
         ),

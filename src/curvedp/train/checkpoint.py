@@ -44,7 +44,6 @@ KIND = "curvedp-checkpoint"
 VERSION = 2
 _UNSEALED = 1  # without a checksum of checkpoint.json; still read
 _FILES = ("model.safetensors", "state.safetensors")
-_TOLD = "extra_state"  # of modules that tell of more than tensors
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Checkpoint:
         step: logical steps made.
         run_id: of the run; the same as in its ledger.
         facts: the plan and the recipe, to refuse a foreign checkpoint.
-        model: parameters and buffers by name, and what ``get_extra_state`` tells.
+        model: parameters and buffers by name.
         state: optimiser, transforms and whatever the user added.
         ledger: head of the ledger (seq and chain) when it was made; None without one.
     """
@@ -63,7 +62,7 @@ class Checkpoint:
     step: int
     run_id: str
     facts: dict[str, Any]
-    model: dict[str, Any]
+    model: dict[str, Tensor]
     state: dict[str, Any]
     ledger: tuple[int, str] | None = None
 
@@ -77,15 +76,11 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> int:
     """
     target = folder / f"step-{checkpoint.step:08d}"
     tensors: dict[str, Tensor] = {}
-    model = {k: v for k, v in checkpoint.model.items() if isinstance(v, Tensor)}
-    told = {k: v for k, v in checkpoint.model.items() if k not in model}
-    state = encode_state(
-        {**checkpoint.state, **({_TOLD: told} if told else {})}, tensors
-    )
+    state = encode_state(checkpoint.state, tensors)
 
     def write(path: Path) -> None:
         marks = {"kind": KIND, "run_id": checkpoint.run_id}
-        write_tensors(path / _FILES[0], model, marks)
+        write_tensors(path / _FILES[0], checkpoint.model, marks)
         write_tensors(path / _FILES[1], tensors, marks)
         content = {
             "kind": KIND,
@@ -121,15 +116,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 raise _damaged(path, f"{name} does not match its checksum")
         model, _ = read_tensors(path / _FILES[0])
         tensors, _ = read_tensors(path / _FILES[1])
-        state = decode_state(content["state"], tensors)
-        if not isinstance(state, dict):
-            raise ValueError("its state is no table")
         return Checkpoint(
             step=content["step"],
             run_id=content["run_id"],
             facts=content["facts"],
-            model=model | dict(state.pop(_TOLD, {})),
-            state=state,
+            model=model,
+            state=decode_state(content["state"], tensors),
             ledger=_head_from_json(content.get("ledger")),
         )
 

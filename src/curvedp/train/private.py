@@ -409,8 +409,8 @@ class Private:
         step: int | None = None,
     ) -> None:
         self._engine.attached.state.close(quietly=True)  # a pass that was given up
-        self._engine.require_paid(state.get("step"), what)
         try:
+            self._engine.require_paid(state["step"], what)
             self._engine.model.load_state_dict(model)
             self._engine.optimizer.load_state_dict(state["optimizer"])
             if not is_whole(state["step"]) or step not in (None, state["step"]):
