@@ -162,14 +162,15 @@ class withheld:
 
     Args:
         what: whose code it is, as the user knows it: "the dataset", "private.loss".
+        public: what it reads is declared public, and nothing is withheld.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, *, public: bool = False) -> None:
+        self._what, self._public = what, public
         self._show: Any = None  # stays: another thread may put the other back late
 
     def __enter__(self) -> None:
-        if private_text_shown():
+        if self._public or private_text_shown():
             return
         self._show = warnings.showwarning
         warnings.showwarning = self._warn  # type: ignore[assignment]
@@ -182,7 +183,7 @@ class withheld:
     ) -> None:
         if self._show is not None:
             warnings.showwarning = self._show
-        if error is None:
+        if error is None or self._public:
             return
         told = _told(self._what, error)
         if told is None:

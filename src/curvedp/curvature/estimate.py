@@ -8,7 +8,6 @@ per-example losses gives every layer's inputs and output gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,7 +163,7 @@ def probe_pass(
     It stands on the side of the barrier on which the probe stands.
     """
     public = how.probe.provenance.is_public
-    with nullcontext() if public else withheld("the model, on the oracle's examples"):
+    with withheld("the model, on the oracle's examples", public=public):
         return _probe_pass(model, covered, how, loss, generator, parameters)
 
 

@@ -53,7 +53,7 @@ class FitResult:
         steps: logical steps made.
         finished: False if it was asked to stop before.
         stopped_early: True if a metric on public data ended it.
-        seconds: of this call.
+        seconds: of this call. They tell the number of examples, which may be private.
         statement: the privacy statement; None for the non-private reference.
     """
 

@@ -6,10 +6,12 @@ By stochastic Lanczos quadrature (:mod:`curvedp.curvature.density`; DP-KFC, figu
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from curvedp.curvature.density import Density, lanczos_density
 from curvedp.curvature.products import Product, curvature_product, probe_batches
 from curvedp.diagnostics.geometry.study import Source, Study
+from curvedp.errors import withheld
 
 __all__ = ["Density", "hessian_density", "hessian_product", "lanczos_density"]
 
@@ -21,8 +23,16 @@ def hessian_product(study: Study, source: Source, seed: int = 0) -> Product:
     ``study.parameters``. The model runs in float64 and in evaluation mode.
     """
     generator = torch.Generator().manual_seed(seed)
-    batches = probe_batches(study.model, source.how, generator)
-    return curvature_product(study.model, study.parameters, study.loss, batches)
+    public = source.how.probe.provenance.is_public
+    with withheld("the model, on the oracle's examples", public=public):
+        batches = probe_batches(study.model, source.how, generator)
+        made = curvature_product(study.model, study.parameters, study.loss, batches)
+
+    def product(vector: Tensor) -> Tensor:
+        with withheld("the model, on the oracle's examples", public=public):
+            return made(vector)
+
+    return product
 
 
 def hessian_density(
