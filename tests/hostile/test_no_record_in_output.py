@@ -90,7 +90,7 @@ def damaged_tables():
     yield "a long field", TABLE + b'1,"' + MARK * 20_000 + b'",no\n'
     yield "a carriage return", TABLE + MARK + b"\r" + ROW
     yield "cut short", TABLE[:-4]
-    for place in range(0, len(TABLE), 5):
+    for place in range(0, len(TABLE), 7):
         yield f"a flipped bit at {place}", flipped(TABLE, place, 0x41)
         yield f"a marker at {place}", TABLE[:place] + MARK + TABLE[place:]
 
@@ -120,7 +120,8 @@ def test_tables(silent, tmp_path, suffix):
     cases = itertools.product(enumerate(damaged_tables()), DECLARATIONS)
     for (number, (name, content)), how in cases:
         declared = {**DECLARED, **DECLARATIONS[how]}
-        if how == "fitting" or (suffix == ".csv" and " at " not in name):
+        apart = suffix == ".csv" and " at " not in name and number % 2
+        if how == "fitting" or apart:
             path.write_bytes(pack(content))
             options = {k: v for k, v in declared.items() if v is not None}
             told = suffix == ".csv" and how == "fitting" and number % 3 == 1
@@ -198,7 +199,7 @@ def test_arrays(silent, tmp_path):
             npz(path, **arrays)
         silent(path, cli=declared is classes, **declared)
     whole = npz(path, x=MANY, y=np.arange(4) % 2)
-    for place in range(0, len(whole), 11):
+    for place in range(0, len(whole), 17):
         path.write_bytes(flipped(whole, place))
         silent(path, **classes)
         path.write_bytes(whole[:place] + MARK + whole[place + len(MARK) :])
