@@ -191,7 +191,8 @@ def main():
             for study in ARMS
             if (path := RESULTS / f"machine_{study}.json").exists()
         }
-        text = "\n".join(page(lines, chosen, machines))
+        tuned = read_lines(RESULTS / "tune.jsonl")
+        text = "\n".join(page(lines, chosen, machines, tuned))
         (DOCS / "results" / "federated.md").write_text(text, encoding="utf-8")
         plot(lines, DOCS / "images" / "federated.png")
     else:

@@ -48,7 +48,8 @@ Made by `benchmarks/federation/federated.py`; all runs are in
 
 20 clients; each sends one clipped gradient in every round. Tuning trains on all but
 5 000 of the training records and scores on those, by code that does not open the test
-file; all methods of a study have the same number of trials: so many lengths of the
+file; all methods of a study have the same number of trials (SOFIM with other rho and
+beta has more): so many lengths of the
 effective step (`learning_rate / rho`, `learning_rate / (1 - momentum)`) times two clip
 bounds, rules or dampings. Then everything is fixed, and the test file is scored once
 for each of {seeds} seeds, which are the same for all methods. Choosing by a validation
@@ -81,7 +82,7 @@ there.
 """
 
 
-def page(lines, chosen, machines):
+def page(lines, chosen, machines, tuned=()):
     """The whole page, as lines; ``machines`` says where each study was run."""
     final = [line for line in lines if line["final"]]
     studies = {s: by_group(final, s) for s in ("cifar", "fashion")}
@@ -93,6 +94,8 @@ def page(lines, chosen, machines):
         yield "![accuracy by round](../images/federated.png)\n"
         yield from _tables(studies["cifar"])
         yield from _bought(studies["cifar"])
+        yield from _rounds_needed(studies["cifar"])
+        yield from _stable_steps([t for t in tuned if t["study"] == "cifar"])
         yield from _classes(studies["cifar"])
     if studies["fashion"]:
         rounds = next(iter(next(iter(studies["fashion"].values())).values()))["rounds"]
@@ -104,7 +107,7 @@ def page(lines, chosen, machines):
 
 def _tried(chosen, study):
     found = {own["trials"] for g, own in chosen.items() if json.loads(g)[0] == study}
-    return {"trials": "/".join(map(str, sorted(found))), "steps": max(found) // 2}
+    return {"trials": "/".join(map(str, sorted(found))), "steps": min(found) // 2}
 
 
 def _where(machine):
@@ -190,6 +193,60 @@ def _bought(found):
     yield ""
 
 
+def _rounds_needed(found, share=0.95):
+    yield f"### Rounds to {100 * share:g} % of FedGD's final accuracy\n"
+    yield "Of means over the seeds, which were scored every ten rounds.\n"
+    arms = list(dict.fromkeys(group[3] for group in found))
+    yield "| account | epsilon | " + " | ".join(arms) + " |"
+    yield "|---|---|" + "---|" * len(arms)
+    for account, epsilon, split in dict.fromkeys(group[:3] for group in found):
+        base = found.get((account, epsilon, split, "fedgd"))
+        if base is None:
+            continue
+        needed = share * statistics.fmean(r["accuracy"] for r in base.values())
+        cells = [_first(found.get((account, epsilon, split, a)), needed) for a in arms]
+        yield f"| {account} | {epsilon:g} | " + " | ".join(cells) + " |"
+    yield ""
+
+
+def _first(runs, needed):
+    """The first round that was scored at that accuracy or above."""
+    for made in sorted(map(int, next(iter(runs.values()))["curve"])) if runs else ():
+        if statistics.fmean(_at(line, made) for line in runs.values()) >= needed:
+            return str(made)
+    return "never" if runs else ""
+
+
+def _stable_steps(tuned, within=0.02):
+    yield "### Stable steps\n"
+    yield (
+        "Effective steps (see the top) whose best held-out accuracy is within "
+        f"{100 * within:g} points of the method's best, from tuning: the shortest and "
+        "the longest, and their ratio. Neighbours differ by a factor of two. Steps of "
+        "Adam's kind and of FedNew have units of their own.\n"
+    )
+    best = {}
+    for line in tuned:
+        group = best.setdefault((line["account"], line["epsilon"], line["arm"]), {})
+        group[line["step"]] = max(line["accuracy"], group.get(line["step"], 0.0))
+    arms = list(dict.fromkeys(arm for _, _, arm in best))
+    yield "| account | epsilon | " + " | ".join(arms) + " |"
+    yield "|---|---|" + "---|" * len(arms)
+    for account, epsilon in sorted(dict.fromkeys(key[:2] for key in best)):
+        cells = []
+        for arm in arms:
+            steps = best.get((account, epsilon, arm), {})
+            top = max(steps.values(), default=0.0)
+            good = [s for s, accuracy in steps.items() if accuracy >= top - within]
+            cells.append(
+                f"{min(good):g} to {max(good):g} ({max(good) / min(good):g})"
+                if good
+                else ""
+            )
+        yield f"| {account} | {epsilon:g} | " + " | ".join(cells) + " |"
+    yield ""
+
+
 def _classes(found, epsilon=1.0):
     yield f"### By class, epsilon {epsilon:g}\n"
     yield "| account | method | " + " | ".join(map(str, range(10))) + " |"
@@ -211,6 +268,7 @@ def _chosen(chosen):
             name: value
             for name, value in own["settings"].items()
             if name in ("clip_norm", "clipping", "damping")
+            or (arm == "sofim (rho, beta)" and name in ("rho", "beta"))
         }
         told = ", ".join(f"{name} {value}" for name, value in other.items())
         inside = "yes" if own["inside"] else "no"

@@ -16,7 +16,7 @@ HELD_OUT = 5000
 
 
 def prepare(source, folder):
-    """Plain copies: features of CIFAR-10, and FashionMNIST."""
+    """Plain copies: features of CIFAR-10 and of public images, and FashionMNIST."""
     sys.path.insert(0, str(source))
     import load_data
 
@@ -30,7 +30,9 @@ def prepare(source, folder):
     }
     mean = torch.tensor((0.5070, 0.4865, 0.4409)).reshape(1, 3, 1, 1)
     std = torch.tensor((0.2673, 0.2564, 0.2761)).reshape(1, 3, 1, 1)
-    for part, (x, y) in zip(("train", "test"), load_data.cifar10(), strict=True):
+    pairs = {**dict(zip(("train", "test"), load_data.cifar10(), strict=True)),
+             "public": load_data.tinyimagenet()}  # fmt: skip
+    for part, (x, y) in pairs.items():
         features = []
         with torch.no_grad():
             for start in range(0, len(x), 500):

@@ -44,6 +44,14 @@ def _sofim(step):
     return {"learning_rate": step * RHO, "rho": RHO, "beta": MOMENTUM}
 
 
+#: The inverse of a covariance makes steps of another length.
+NEWTON_STEPS = tuple(0.0125 * 2**k for k in range(11))
+_RIDGES = tuple({"damping": d, "clip_norm": 10.0} for d in (0.05, 0.5))
+#: Beside rho 0.5 and beta 0.9, the paper's, of the other arms.
+_OTHER_SOFIM = tuple(
+    {"rho": rho, "beta": beta, "clip_norm": 10.0}
+    for rho, beta in ((0.05, 0.9), (5.0, 0.9), (50.0, 0.9), (0.5, 0.5), (5.0, 0.5))
+)
 #: recipe, mode, settings of a step, steps, and further settings that are tuned.
 _CLIPS = ({"clip_norm": 10.0}, {"clip_norm": 2.0})
 _FLAT_OR_NOT = (
@@ -58,6 +66,17 @@ ARMS = {
         "sofim (code)": ("dp-fedsofim", "code", _sofim, STEPS, _CLIPS),
         "fedadam": ("dp-fedadam", None, _plain, ADAM_RATES, _CLIPS),
         "fedyogi": ("dp-fedyogi", None, _plain, ADAM_RATES, _CLIPS),
+        "sofim (rho, beta)": ("dp-fedsofim", None, _sofim, STEPS, _OTHER_SOFIM),
+        "sofim (adaptive)": ("dp-fedsofim", "adaptive", _sofim, STEPS, _CLIPS),
+        "fedadambc": ("dp-fedadambc", None, _plain, ADAM_RATES, _CLIPS),
+        "fednew (synthetic)": ("dp-fednew", None, _plain, NEWTON_STEPS, _RIDGES),
+        "fednew (public)": (
+            "dp-fednew",
+            None,
+            _plain,
+            NEWTON_STEPS,
+            tuple({**own, "probe": "public"} for own in _RIDGES),
+        ),
     },
     "fashion": {
         "fedgd": ("dp-fedgd", None, _plain, FEWER_STEPS, _FLAT_OR_NOT),
@@ -89,11 +108,14 @@ def groups(study):
 
 
 def trials(group):
-    """Settings that are tried for a group, the same number for every arm."""
+    """Settings that are tried for a group: as many for every arm that has no more."""
     _, _, of_step, steps, further = ARMS[group["study"]][group["arm"]]
     for more in further:
         for step in steps:
-            yield {"step": step, "settings": {**of_step(step), **more}}
+            settings = {**of_step(step), **more}
+            if "rho" in more:
+                settings["learning_rate"] = step * more["rho"]
+            yield {"step": step, "settings": settings}
 
 
 def federation(study, sizes, relation, rounds=None):

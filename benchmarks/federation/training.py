@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import torch
-from records import records_for
+from records import load, records_for
 from studies import (
     ARMS,
     CLIENTS,
@@ -18,6 +18,7 @@ from studies import (
     federation,
     noise_for,
 )
+from torch.utils.data import TensorDataset
 
 from curvedp.barrier import Relation
 from curvedp.data import ArrayDataset
@@ -26,6 +27,7 @@ from curvedp.federated.partition import dirichlet_partition, iid_partition
 from curvedp.federated.rounds import asking, run_rounds
 from curvedp.layers import Batch
 from curvedp.models import build
+from curvedp.probes import PublicProbe
 from curvedp.recipes import get_federated_recipe
 
 #: Rows of a pass: the linear head takes all at once.
@@ -59,8 +61,12 @@ def run(spec, folder, device, *, final, apart=False, rounds=None, rows=None):
         delta=min(DELTA, 0.1 / len(y)),
         noise_multiplier=noise,
     )
+    public = None
+    if recipe.curvature is not None and recipe.curvature.probe == "public":
+        others = load(folder, study, "public", device)
+        public = PublicProbe(TensorDataset(*others), name="Tiny-ImageNet")
     server_side, client_side = (
-        _shared(study, recipe, plan, x, device, spec["seed"]) for _ in range(2)
+        _shared(study, recipe, plan, x, device, spec["seed"], public) for _ in range(2)
     )
     clients = {
         number: Client(
@@ -108,7 +114,7 @@ def _recipe(spec):
     return get_federated_recipe(name).configure(mode=mode, **spec["settings"])
 
 
-def _shared(study, recipe, plan, x, device, seed):
+def _shared(study, recipe, plan, x, device, seed, public=None):
     torch.manual_seed(seed)
     if study == "cifar":
         model = torch.nn.Linear(x.shape[1], 10)
@@ -119,8 +125,9 @@ def _shared(study, recipe, plan, x, device, seed):
     target = torch.zeros(1, dtype=torch.long, device=device)
     template = Batch(torch.zeros_like(x[:1]), target)
     return Shared(
-        model.to(device), "cross-entropy", recipe, plan, template, probe_seed=seed
-    )
+        model.to(device), "cross-entropy", recipe, plan, template, probe_seed=seed,
+        probes=public,
+    )  # fmt: skip
 
 
 @torch.no_grad()
