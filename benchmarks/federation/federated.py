@@ -187,9 +187,10 @@ def main():
         lines = read_lines(RESULTS / "final.jsonl")
         chosen = json.loads((RESULTS / "chosen.json").read_text())
         machines = {
-            study: json.loads(path.read_text())
+            name: json.loads(path.read_text())
             for study in ARMS
-            if (path := RESULTS / f"machine_{study}.json").exists()
+            for name in (study, f"{study}_gpu")
+            if (path := RESULTS / f"machine_{name}.json").exists()
         }
         tuned = read_lines(RESULTS / "tune.jsonl")
         text = "\n".join(page(lines, chosen, machines, tuned))
@@ -219,7 +220,8 @@ def _run(asked):
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    _write(RESULTS / f"machine_{asked.study}.json", machine)
+    name = f"{asked.study}_gpu" if on_gpu else asked.study
+    _write(RESULTS / f"machine_{name}.json", machine)
 
 
 def _write(path, value):

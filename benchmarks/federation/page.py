@@ -90,7 +90,7 @@ def page(lines, chosen, machines, tuned=()):
     yield HEAD.format(seeds="/".join(map(str, sorted(seeds))))
     if studies["cifar"]:
         yield CIFAR.format(**_tried(chosen, "cifar"))
-        yield _where(machines["cifar"])
+        yield _where(machines, "cifar", final)
         yield "![accuracy by round](../images/federated.png)\n"
         yield from _tables(studies["cifar"])
         yield from _bought(studies["cifar"])
@@ -100,7 +100,7 @@ def page(lines, chosen, machines, tuned=()):
     if studies["fashion"]:
         rounds = next(iter(next(iter(studies["fashion"].values())).values()))["rounds"]
         yield FASHION.format(rounds=rounds, **_tried(chosen, "fashion"))
-        yield _where(machines["fashion"])
+        yield _where(machines, "fashion", final)
         yield from _tables(studies["fashion"])
     yield from _chosen(chosen)
 
@@ -110,8 +110,17 @@ def _tried(chosen, study):
     return {"trials": "/".join(map(str, sorted(found))), "steps": min(found) // 2}
 
 
-def _where(machine):
-    return f"Torch {machine['torch']}, {machine['device']}, {machine['date']}.\n"
+def _where(machines, study, lines):
+    own = [line for line in lines if line["study"] == study]
+    arms = dict.fromkeys(x["arm"] for x in own if "cuda" in x.get("device", "cpu"))
+    told = [_machine(machines[study])] if study in machines else []
+    if arms:
+        told.append(f"{', '.join(arms)}: {_machine(machines[f'{study}_gpu'])}")
+    return " ".join(told) + "\n"
+
+
+def _machine(machine):
+    return f"Torch {machine['torch']}, {machine['device']}, {machine['date']}."
 
 
 def by_group(lines, study):
