@@ -63,7 +63,7 @@ def run(spec, folder, device, *, final, apart=False, rounds=None, rows=None):
     )
     public = None
     if recipe.curvature is not None and recipe.curvature.probe == "public":
-        others = load(folder, study, "public", device)
+        others = load(folder, study, "public", "cpu")
         public = PublicProbe(TensorDataset(*others), name="Tiny-ImageNet")
     server_side, client_side = (
         _shared(study, recipe, plan, x, device, spec["seed"], public) for _ in range(2)
