@@ -136,6 +136,39 @@ def test_the_same_in_the_middle_of_a_run(change):
     assert private.step == 1
 
 
+def test_a_change_stays_refused_until_it_is_undone():
+    model = net()
+    private = attach(examples(), model)
+    batches = iter(private.loader)
+    x, y = next(batches)
+    handle = model[1].register_forward_hook(centred)
+    with torch.no_grad():
+        private.model(x)  # looks over the model as well, and checks nothing
+    for _ in range(2):
+        with pytest.raises(LoopError, match="forward hook"):
+            private.model(x)
+    handle.remove()
+    private.loss(private.model(x), y).backward()
+    private.optimizer.step()
+
+
+def test_a_layer_that_rebuilds_itself_is_refused():
+    class Late(nn.Module):
+        told = False
+
+        def forward(self, x):
+            if self.told and not self._forward_hooks:
+                self.register_forward_hook(centred)
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 6), Late(), nn.Linear(6, 3))
+    private = attach(examples(), model)
+    model[1].told = True
+    with pytest.raises((LoopError, CouplingError)):
+        train(private)
+    assert private.step <= 1
+
+
 def test_hooks_for_all_modules_are_refused():
     private = attach(examples(), net())
     handle = nn.modules.module.register_module_forward_hook(centred)
@@ -164,7 +197,7 @@ def test_a_frozen_batch_norm_that_trains_is_refused():
         break
     model.train()
     for x, _ in private.loader:
-        with pytest.raises(CouplingError, match="was frozen when it was attached"):
+        with pytest.raises(LoopError, match="was frozen when it was attached"):
             private.model(x)
         break
 

@@ -376,6 +376,30 @@ def test_a_pass_that_is_given_up_leaves_nothing():
     assert not hasattr(model, "kept")
 
 
+class Fails(Keeps):
+    def forward(self, x):
+        output = super().forward(x)
+        if self.told:
+            raise KeyError("a fault of the model's own")
+        return output
+
+
+def test_a_pass_that_fails_leaves_nothing():
+    for write in (by_data, codebook, attribute):
+        model = Fails(write)
+        private = private_of(model)
+        before = pickled(model)
+        model.told = True
+        batches = iter(private.loader)
+        x, _ = next(batches)
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients), pytest.raises(KeyError):
+                private.model(x)
+            assert pickled(model) == before
+            if write is codebook:
+                break  # the run is closed
+
+
 def test_what_goes_on_from_what_it_saw_is_refused_when_attached():
     def running(m, mean):
         m.mean = 0.9 * m.mean + 0.1 * mean

@@ -147,8 +147,8 @@ class State:
         """After the backward pass: put back what was written anew, refuse the rest.
 
         Args:
-            quietly: put everything back and raise nothing, but for weights: for passes
-                that are given up, and those whose Python is run when it is recorded.
+            quietly: put back what is no tensor's memory and raise nothing about it:
+                for passes whose Python runs only when they are recorded.
 
         Raises:
             CouplingError: with everything put back before.
@@ -163,6 +163,16 @@ class State:
             self.refuse(hard or left)
         if spots:
             self.restore(weights=False)
+
+    def give_up(self) -> None:
+        """After a pass that failed, or whose end will not come: put everything back."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        moved = bool(self._weights.changed())
+        self.restore(weights=True)
+        if moved:
+            self.when_weights_moved()
 
     def require_closed(self) -> None:
         """Refuse what a pass that is not over has left, before something is stored.
@@ -282,7 +292,9 @@ class State:
                 if t.data_ptr() != then.data_ptr() or t.shape != then.shape:
                     t.data = then
         for k in self._others.changed():
-            if not self._others.restore(k):
+            if not self._others.restore(k) and not self._restore_kept(
+                self._others, k, self._rest[k]
+            ):
                 _empty(self._others.words[k])
         for leaf in self._found.leaves:
             if not leaf.same():
@@ -298,17 +310,24 @@ class State:
     def _restore_weights(self) -> list[Place]:
         lost = []
         for k in self._weights.changed():
-            if not self._weights.restore(k) and not self._restore_kept(k):
+            if not self._weights.restore(k) and not self._restore_kept(
+                self._weights, k, self._own[k]
+            ):
                 _empty(self._weights.words[k])
                 lost.append(self._own[k])
         return lost
 
-    def _restore_kept(self, k: int) -> bool:
+    def _restore_kept(self, contents: Contents, k: int, where: Place) -> bool:
         """From where weights are kept outside of memory, if it is those of before."""
-        full = _named(self._own[k])
+        full = _named(where)
         then = None if self._kept is None else self._kept(full)
-        own = dict(self._model.named_parameters(remove_duplicate=False)).get(full)
-        if then is None or own is None or not self._weights.was(k, then):
+        own: Tensor | None = None
+        for name, held in (
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
+        ):
+            own = held if name == full else own
+        if then is None or own is None or not contents.was(k, then):
             return False
         with torch.no_grad():
             own.copy_(then)

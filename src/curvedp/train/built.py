@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvedp.errors import CouplingError, LoopError
+from curvedp.errors import LoopError
 
 __all__ = ["Built"]
 
@@ -92,7 +92,7 @@ class Built:
                 _changed(f"a {_HOOKS[key]} was added to or removed from {_label(name)}")
             _changed(f"{key!r}, which {_label(name)} calls, was replaced")
         if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise CouplingError(
+            raise LoopError(
                 f"{_label(name)} was frozen when it was attached and is in training "
                 "mode now: it computes statistics over the batch",
                 "call private.model.train(), which leaves it in evaluation mode, not "

@@ -173,7 +173,7 @@ class Engine(Releasing):
                 yield batch
         finally:
             if self._walk is walk:
-                self.attached.state.close(quietly=True)
+                self.attached.state.give_up()
 
     def _take_in(self) -> None:
         """Accumulate a portion that the loop left without ``optimizer.step()``.
@@ -229,7 +229,7 @@ class Engine(Releasing):
             self.plan.clipping.measured_sites,
         )
         point = self._point()
-        with self._precision.during_forward():
+        with self.attached.unbroken(), self._precision.during_forward():
             output = recording.forward(args, kwargs, point)
             self.attached.state.after_forward(args, kwargs, point)
         self._open.recording = recording
@@ -269,8 +269,9 @@ class Engine(Releasing):
     def accumulate(self) -> bool:
         """Clip what the backward pass brought; True when the logical batch is whole."""
         batch, recording = self.require_backward()
-        ios = recording.layer_ios()
-        self.attached.state.close()
+        with self.attached.unbroken():
+            ios = recording.layer_ios()
+            self.attached.state.close()
         return self._take(ios, batch, self._scale())
 
     def _take(self, ios: Sequence[LayerIO], batch: PhysicalBatch, scale: float) -> bool:
@@ -302,26 +303,28 @@ class Engine(Releasing):
         """Pass over a batch by a program, and clip it as ``accumulate`` does."""
         opened = self._unpassed(batch)
         device = next(iter(self.parameters.values())).device
-        ios, _ = compiled(
-            *moved(batch, device),
-            point=self._point(),
-            keep_inputs=self.plan.clipping.measured_sites,
-        )
-        self.attached.state.close(quietly=True)
+        with self.attached.unbroken():
+            ios, _ = compiled(
+                *moved(batch, device),
+                point=self._point(),
+                keep_inputs=self.plan.clipping.measured_sites,
+            )
+            self.attached.state.close(quietly=True)
         return self._take(ios, opened, float(self.physical_batch_size))
 
     def accumulate_graphed(self, graphed: GraphedPass, batch: tuple[Any, Any]) -> bool:
         """Pass over a batch and clip it, in one launch; as ``accumulate`` otherwise."""
         opened = self._unpassed(batch)
-        part = graphed(
-            *batch,
-            opened.present,
-            rule=self._rule(),
-            whitener=self._clip_map(opened.step),
-            step=opened.step,
-            point=self._point(),
-        )
-        self.attached.state.close(quietly=True)
+        with self.attached.unbroken():
+            part = graphed(
+                *batch,
+                opened.present,
+                rule=self._rule(),
+                whitener=self._clip_map(opened.step),
+                step=opened.step,
+                point=self._point(),
+            )
+            self.attached.state.close(quietly=True)
         return self._merge(part, opened)
 
     def _unpassed(self, batch: tuple[Any, Any]) -> PhysicalBatch:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -117,7 +118,7 @@ class Attached:
     ) -> None:
         self._model, self._optimizer, self._covered = model, optimizer, covered
         self._seen: list[int | bool] = []
-        self._built = Built(model)
+        self._built, self._unchecked = Built(model), True
         self.state, self._end, self._ended = state, end, False
         state.when_weights_moved = self._close
 
@@ -140,6 +141,7 @@ class Attached:
         Raises:
             LoopError: something is another, or the run has ended.
         """
+        self.state.give_up()  # a pass that a loop left behind
         if self._ended:
             raise LoopError(
                 "the run was closed: a private pass had written to its weights",
@@ -147,19 +149,38 @@ class Attached:
                 "or begin a new run",
             )
         self.refuse_changes()
-        self.state.close()  # of a pass that was given up
-        self._built.refuse_changes(closely=self.state.open())
+        self._open()
+        try:
+            self._built.refuse_changes(closely=self._unchecked)
+        except LoopError:
+            self.state.is_open = False  # no pass is made: nothing is to be put back
+            raise
+        self._unchecked = False
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """A pass without a backward pass, alone or in the middle of a recorded one."""
         alone = not self.state.is_open
         if alone:
-            self.state.open()
-        output = self._model(*args, **kwargs)
-        self.state.after_forward(args, kwargs)
-        if alone:
-            self.state.close()
+            self._open()
+        with self.unbroken():
+            output = self._model(*args, **kwargs)
+            self.state.after_forward(args, kwargs)
+            if alone:
+                self.state.close()
         return output
+
+    @contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """Around a part of a pass: if it fails, nothing of it stays."""
+        try:
+            yield
+        except BaseException:
+            self.state.give_up()
+            raise
+
+    def _open(self) -> None:
+        # until it is checked, what is another stays so, however often it is looked at
+        self._unchecked = self.state.open() or self._unchecked
 
     def _close(self) -> None:
         self._ended = True

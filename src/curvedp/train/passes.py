@@ -200,15 +200,20 @@ class RecordedPass:
             self.model, self._coverage, self.rows, keep_inputs
         )
         args, kwargs = as_call(inputs)
-        if self._state is not None:
-            self._state.open()
-        with self.precision.during_forward():
-            output = recording.forward(args, kwargs, point)
-            if self._state is not None:
-                self._state.after_forward(args, kwargs, point)
-        loss = self._loss(self.precision.outputs(output), targets).mean()
-        torch.autograd.backward(loss)
-        ios = recording.layer_ios()
-        if self._state is not None:
-            self._state.close()
+        state = self._state
+        if state is not None:
+            state.open()
+        try:
+            with self.precision.during_forward():
+                output = recording.forward(args, kwargs, point)
+                if state is not None:
+                    state.after_forward(args, kwargs, point)
+            loss = self._loss(self.precision.outputs(output), targets).mean()
+            torch.autograd.backward(loss)
+            ios = recording.layer_ios()
+            if state is not None:
+                state.close()
+        finally:
+            if state is not None:
+                state.give_up()  # what is closed already stays as it is
         return ios, loss.detach()

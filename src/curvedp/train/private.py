@@ -377,7 +377,7 @@ class Private:
     def close(self) -> None:
         """Release the ledger's file and lock; what a pass had begun is given up."""
         self._engine.ledger.close()
-        self._engine.attached.state.close(quietly=True)
+        self._engine.attached.state.give_up()
 
     def __enter__(self) -> Private:
         return self
@@ -408,7 +408,7 @@ class Private:
         what: str = "the stored state",
         step: int | None = None,
     ) -> None:
-        self._engine.attached.state.close(quietly=True)  # a pass that was given up
+        self._engine.attached.state.give_up()  # a pass that was given up
         try:
             self._engine.require_paid(state["step"], what)
             self._engine.model.load_state_dict(model)

@@ -50,7 +50,7 @@ class PrivateModel(nn.Module):
         return dict(self.module.state_dict(*args, **kwargs))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._engine.attached.state.close(quietly=True)
+        self._engine.attached.state.give_up()
         return self.module.load_state_dict(*args, **kwargs)
 
 
