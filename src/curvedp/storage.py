@@ -17,6 +17,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +34,7 @@ __all__ = [
     "read_json",
     "read_regular",
     "remove_folder",
+    "soon_removed",
     "sync_folder",
     "write_atomically",
     "write_folder_atomically",
@@ -45,6 +47,7 @@ LONGEST_JSON = 1 << 28
 
 
 _ASIDE = ".replaced"
+_lasting = ContextVar("lasting", default=True)  # of this thread: others may need it
 
 
 @contextmanager
@@ -250,9 +253,22 @@ def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+@contextmanager
+def soon_removed() -> Iterator[None]:
+    """Files made in here are removed again, and need not survive a crash.
+
+    A full disk or a quota shows when a file is written or closed.
+    """
+    before = _lasting.set(False)
+    try:
+        yield
+    finally:
+        _lasting.reset(before)
+
+
 def sync_folder(folder: Path) -> None:
     """Force a folder's entries to disk, so that a rename survives a crash."""
-    if os.name != "posix":
+    if os.name != "posix" or not _lasting.get():
         return  # other systems cannot open folders; they order renames themselves
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -290,6 +306,8 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync_file(path: Path) -> None:
+    if not _lasting.get():
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

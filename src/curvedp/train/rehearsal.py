@@ -29,6 +29,7 @@ from curvedp.accounting import Ledger, MemoryLedger
 from curvedp.errors import CheckpointError, ConfigurationError, CurvedpError
 from curvedp.noise import restore_release
 from curvedp.recipes import Recipe
+from curvedp.storage import soon_removed
 from curvedp.train.checkpoint import (
     Checkpoint,
     checkpoint_folders,
@@ -162,7 +163,8 @@ def _trial(folder: Path, what: str) -> Iterator[Path]:
     made = not folder.exists()
     trial = folder / f".trial.{os.getpid()}.tmp"
     try:
-        yield trial
+        with soon_removed():
+            yield trial
     except CurvedpError:
         raise
     except Exception as error:
