@@ -73,7 +73,7 @@ class LayerSketch:
         if self._io is not None:
             with exact(self._device):
                 found = self._io.spread()[0], self._io.sq_norms()
-            self._lengths = found[0].double().cpu(), found[1].double().cpu()
+            self._lengths = found[0].cpu().double(), found[1].cpu().double()
             self._io = None
         return self._lengths
 
@@ -112,8 +112,8 @@ class Sketcher:
                 lengths.append(torch.linalg.vector_norm(wide, dim=1))
                 products.append(wide @ directions)
             return RowSketch(
-                torch.cat(lengths).double().cpu(),
-                torch.cat(products).double().cpu(),
+                torch.cat(lengths).cpu().double(),
+                torch.cat(products).cpu().double(),
                 counts=not x.is_floating_point(),
             )
 

@@ -47,7 +47,6 @@ from curvedp.layers.sketch import (
 )
 from curvedp.layers.state import State
 from curvedp.layers.verify import perturbed_parameters
-from curvedp.train.guard import each_module
 from curvedp.train.passes import ForwardPrecision, RecordedPass
 
 __all__ = ["MOST_ROWS", "CouplingCheck"]
@@ -120,6 +119,7 @@ class CouplingCheck:
         self._kinds = KINDS if made_up else PLAIN
         self._precision = precision
         self._device = next(model.parameters()).device
+        self._modules = list(model.modules())  # looking for them takes longer
         self._modes: set[Hashable] = set()
         self._seen: list[Any] = []
         self._pass = RecordedPass(
@@ -158,7 +158,7 @@ class CouplingCheck:
     def _flags(self) -> Hashable:
         kind = self._device.type
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return cast, *[module.training for module in each_module(self._model)]
+        return cast, *[module.training for module in self._modules]
 
     def _check(self, state: State) -> None:
         if self.rows < 2:
