@@ -235,7 +235,7 @@ class Engine(Releasing):
         self._open.recording = recording
         output = self._precision.outputs(output)
         if self._open.given is not None:
-            self._open.given.made(output)
+            self._open.given.outputs.made(output)
         return output
 
     def require_rows(self, where: str, values: Mapping[str, Any]) -> None:
@@ -251,7 +251,7 @@ class Engine(Releasing):
     def require_made(self, output: Any) -> None:
         """Refuse what is not the model's output for the open batch, if there is one."""
         if self._open.given is not None:
-            self._open.given.require_made(output)
+            self._open.given.outputs.require(output)
 
     def require_backward(self) -> tuple[PhysicalBatch, Recording]:
         """The open batch and its recorded pass, or an error naming what is missing."""

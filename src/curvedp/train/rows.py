@@ -10,15 +10,12 @@ column of the loader's tensors after a cast: so do copies, casts, layouts, slice
 chosen columns, however they were made, and nothing that moves or mixes rows. Small
 tensors are compared whole, large ones at public places, the same for all rows. On a GPU
 the answer is waited for when the sum is taken in, not before.
-
-Between model and loss the graph says what was done: functions of each element, new
-shapes, and what is done along other dimensions than the first pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -37,6 +34,7 @@ from curvedp.train.columns import (
     sent,
     width,
 )
+from curvedp.train.outputs import Outputs, leaves
 
 __all__ = ["GivenRows", "LoopRows"]
 
@@ -147,11 +145,15 @@ class LoopRows:
 
 
 class GivenRows:
-    """A batch of the loader, to be compared with what comes back. Private."""
+    """A batch of the loader, to be compared with what comes back. Private.
+
+    Attributes:
+        outputs: what the model made of it.
+    """
 
     def __init__(self, batch: Any, rows: int, ways: dict[Hashable, list[_Way]]) -> None:
         self._batch, self._rows, self._ways = batch, rows, ways
-        found = list(_leaves(batch))
+        found = list(leaves(batch))
         self._given = [
             _Given.of(x)
             for x in found
@@ -159,7 +161,7 @@ class GivenRows:
         ]
         self._numbers = [x for x in found if isinstance(x, int | float)]
         self._late: list[_Late] = []
-        self._made: list[tuple[Tensor, int]] = []
+        self.outputs = Outputs(rows)
 
     @torch.no_grad()
     def require(self, where: str, values: Mapping[str, Any]) -> None:
@@ -170,7 +172,7 @@ class GivenRows:
         """
         count = 0
         for name, value in values.items():
-            for number, leaf in enumerate(_leaves(value)):
+            for number, leaf in enumerate(leaves(value)):
                 if isinstance(leaf, Tensor):
                     self._compare(_Argument(where, name, number, _plain(leaf)))
                     count += 1
@@ -179,29 +181,6 @@ class GivenRows:
                     self._refuse(where, name, said)
         if not count:
             self._refuse(where, ", ".join(values), "has none of the batch's tensors")
-
-    def made(self, output: Any) -> None:
-        """Note what the model made of the batch."""
-        found = [x for x in _leaves(output) if isinstance(x, Tensor)]
-        self._made = [(x, version(x)) for x in found]
-
-    def require_made(self, output: Any) -> None:
-        """Refuse an output that was changed on its way to the loss.
-
-        Casts and functions of each element alone may stand between.
-        """
-        nodes = {x.grad_fn for x, before in self._made if version(x) == before}
-        known = {id(x) for x, before in self._made if version(x) == before}
-        for x in _leaves(output):
-            if not isinstance(x, Tensor) or id(x) in known:
-                continue
-            if not _within(x, self._rows, nodes):
-                raise LoopError(
-                    "private.loss was not given what private.model gave: the output "
-                    "was changed on the way, where nothing was tried for mixing rows",
-                    "do it in the model's forward, or in the loss that make_private is "
-                    "given: loss=lambda output, targets: ...; both are tried",
-                )
 
     @torch.no_grad()
     def confirm(self) -> None:
@@ -318,45 +297,6 @@ class GivenRows:
         )
 
 
-#: Nodes of functions of each element alone, and of one tensor.
-_ELEMENTWISE = {
-    f"{name}Backward0"
-    for name in ("ToCopy", "Clone", "Alias", "Sigmoid", "Tanh", "Exp", "Log", "Neg")
-} | {"LogSigmoidBackward0", "SoftplusBackward0", "ReluBackward0"}
-#: Those that keep all elements in their order: equal rows begin at equal places.
-_SHAPES = {f"SqueezeBackward{k}" for k in range(3)} | {
-    f"{name}Backward0" for name in ("Unsqueeze", "View", "UnsafeView", "ReshapeAlias")
-}
-#: Those over or along dimensions that they name: of rows, if the first is none of them.
-_ALONG = {
-    f"{name}Backward0"
-    for name in ("LogSoftmax", "Softmax", "Slice", "Select", "Transpose", "Amax", "Max")
-} | {"MeanBackward1", "SumBackward1", "SqueezeBackward1", "UnsqueezeBackward0"}
-
-
-def _within(x: Tensor, rows: int, nodes: Collection[Any]) -> bool:
-    """Whether rows of ``x`` are functions of the same rows of a node's output alone."""
-    node: Any = x.grad_fn
-    names, along = set(), True
-    while node is not None and node not in nodes:
-        names.add(name := type(node).__name__)
-        along &= name in _ELEMENTWISE or (name in _ALONG and _keeps_first(node))
-        node = node.next_functions[0][0] if node.next_functions else None
-    if node is None or x.shape[:1] != (rows,):
-        return False
-    return along or names <= _ELEMENTWISE | _SHAPES
-
-
-def _keeps_first(node: Any) -> bool:
-    """Whether none of a node's dimensions is the first, however it is counted."""
-    if "Softmax" in type(node).__name__ and node._saved_result.dim() < 2:
-        return False
-    said = [getattr(node, f"_saved_{n}", ()) for n in ("dim", "dim0", "dim1")]
-    dims = [d for s in said for d in (s if isinstance(s, tuple | list) else (s,))]
-    # where the last dimension is the first as well, no batch is left of it
-    return bool(dims) and all(0 < d < 2**63 or d in (-1, 2**64 - 1) for d in dims)
-
-
 #: What carries no row and no number.
 _HARMLESS = (bool, str, type(None), torch.dtype, torch.device)
 
@@ -371,19 +311,6 @@ def _line(batch: Any, name: str) -> str:
     if isinstance(inputs, Mapping) and name in inputs:
         changed = f"{{**{whole}, {name!r}: change({whole}[{name!r}])}}"
     return f"({changed}, batch[1])" if pair else changed
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif is_dataclass(value) and not isinstance(value, type):
-        named = {field.name: getattr(value, field.name) for field in fields(value)}
-        value = (named | getattr(value, "__dict__", {})).values()
-    elif not isinstance(value, tuple | list):
-        yield value
-        return
-    for item in value:
-        yield from _leaves(item)
 
 
 def _plain(x: Tensor) -> Tensor:
