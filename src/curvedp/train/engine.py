@@ -253,6 +253,11 @@ class Engine(Releasing):
         if self._open.given is not None:
             self._open.given.outputs.require(output)
 
+    def forget_output(self) -> None:
+        """Let go of what is kept for :meth:`require_made`: it may be large."""
+        if self._open.given is not None:
+            self._open.given.outputs.made(None)
+
     def require_backward(self) -> tuple[PhysicalBatch, Recording]:
         """The open batch and its recorded pass, or an error naming what is missing."""
         batch, recording = self._open.batch, self._open.recording
@@ -269,6 +274,7 @@ class Engine(Releasing):
     def accumulate(self) -> bool:
         """Clip what the backward pass brought; True when the logical batch is whole."""
         batch, recording = self.require_backward()
+        self.forget_output()
         with self.attached.unbroken():
             ios = recording.layer_ios()
             self.attached.state.close()

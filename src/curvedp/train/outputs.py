@@ -2,7 +2,7 @@
 
 The model and the loss were tried for mixing rows, one after the other; what stands
 between them was not. The graph says what that is: casts, functions of each element, new
-shapes, and what is done along other dimensions than the first keep rows apart, and pass.
+shapes, and what is done along other dimensions than the first keep rows apart.
 """
 
 from __future__ import annotations

@@ -164,6 +164,7 @@ class Private:
         inputs, targets = moved(tuple(batch), device)
         args, kwargs = as_call(inputs)
         loss = self.loss(self.model(*args, **kwargs), targets)
+        self._engine.forget_output()
         with withheld("the backward pass"):
             torch.autograd.backward(loss)
         self.optimizer.step()
