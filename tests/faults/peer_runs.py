@@ -216,7 +216,7 @@ FAULTS = [
     Fault(
         "a state that goes on at another rate",
         stored_state_has_its_rate,
-        (Patch(Private._check_facts, "if then != value:", "if False:"),),
+        (Patch(ledgers.refuse_other_facts, "if then != value:", "if False:"),),
     ),
     Fault(
         "a resumed adapter without its weights",
@@ -224,7 +224,7 @@ FAULTS = [
         (
             Patch(
                 Private._load,
-                "load_state_dict(model)",
+                "load_state_dict({**model, **spoken})",
                 "load_state_dict(\n                {n: v for n, v in model.items() if "
                 '"lora" not in n},\n                strict=False,\n            )',
             ),
@@ -261,8 +261,8 @@ FAULTS = [
         (
             Patch(
                 Engine.batches,
-                "refuse_processes()",
-                "refuse_processes()\n"
+                "self._walk = walk = object()",
+                "self._walk = walk = object()\n"
                 "    step, event = self.step, self.noise.event(self.step)\n"
                 "    self.ledger.pay(step, self.ledger.next_attempt(step), event)",
             ),

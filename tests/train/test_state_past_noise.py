@@ -19,7 +19,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from curvedp import Trainer, make_private
-from curvedp.errors import CouplingError, CurvedpError, LedgerError, LoopError
+from curvedp.errors import (
+    CouplingError,
+    CurvedpError,
+    LedgerError,
+    LoopError,
+    UserCodeError,
+)
 from curvedp.layers import contents
 
 from ..faults.cases import attach, examples, train
@@ -393,7 +399,7 @@ def test_a_pass_that_fails_leaves_nothing():
         batches = iter(private.loader)
         x, _ = next(batches)
         for gradients in (True, False):
-            with torch.set_grad_enabled(gradients), pytest.raises(KeyError):
+            with torch.set_grad_enabled(gradients), pytest.raises(UserCodeError):
                 private.model(x)
             assert pickled(model) == before
             if write is codebook:

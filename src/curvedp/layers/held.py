@@ -127,6 +127,11 @@ class Node:
         """Keys, if it has any, and values as they are now."""
         return _content(self.container)
 
+    def accept(self, key: str) -> None:
+        """Take what a dictionary holds under a key now for what it held."""
+        if self._keys is not None and key in self._keys and key in self.container:
+            self._values[self._keys.index(key)] = self.container[key]
+
     def restore(self) -> None:
         """Put back what it held."""
         if not self.same():

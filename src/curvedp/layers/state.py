@@ -156,6 +156,7 @@ class State:
         if not self.is_open:
             return
         self.is_open = False
+        self._leave_modes()
         spots = self.spots(printed=True)
         left = self._foreign(spots)
         hard = {s: w for s, w in left.items() if s[0] in ("weights", "others", "said")}
@@ -169,10 +170,17 @@ class State:
         if not self.is_open:
             return
         self.is_open = False
+        self._leave_modes()
         moved = bool(self._weights.changed())
         self.restore(weights=True)
         if moved:
             self.when_weights_moved()
+
+    def _leave_modes(self) -> None:
+        """After the forward pass, which mode a module is in is the user's to say."""
+        for node in self._found.nodes:
+            if node.where[1] is None and not node.register:
+                node.accept("training")
 
     def require_closed(self) -> None:
         """Refuse what a pass that is not over has left, before something is stored.

@@ -347,9 +347,10 @@ class Engine(Releasing):
 
     def _begin(self) -> None:
         """What was checked is still so, in this mode too; the model is watched."""
-        if self.coupling is not None:
-            self.coupling.require_mode()
         self.attached.begin()
+        if self.coupling is not None:
+            with self.attached.unbroken():
+                self.coupling.require_mode()
 
     def compiled(
         self,

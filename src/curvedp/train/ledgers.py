@@ -10,13 +10,19 @@ from typing import Any
 from curvedp._version import __version__
 from curvedp.accounting import Ledger, LedgerHeader, LedgerRecord, MemoryLedger
 from curvedp.accounting.records import INDEPENDENT_NOTE, ORACLE_NOTE, UNSAFE_NOTE
-from curvedp.errors import ConfigurationError, LedgerError
+from curvedp.errors import CheckpointError, ConfigurationError, LedgerError
 from curvedp.plan import DEFAULT_NOISE_SOURCE, Plan
 from curvedp.storage import as_storage_error, clear_leftovers, make_folder
 from curvedp.train.journal import Journal
 from curvedp.train.witnesses import check_ledger, witnesses
 
-__all__ = ["WHEN_UNSAID", "note_lost_releases", "open_ledger", "open_with"]
+__all__ = [
+    "note_lost_releases",
+    "open_ledger",
+    "open_with",
+    "refuse_lost_payments",
+    "refuse_other_facts",
+]
 
 #: Facts that older versions did not write, because there was nothing but this.
 WHEN_UNSAID: dict[str, Any] = {"noise_source": DEFAULT_NOISE_SOURCE, "transforms": {}}
@@ -134,6 +140,29 @@ def note_lost_releases(
             f"crash; steps from {step} to {lost[-1]} are made and paid for again"
         )
         journal.drop_from(step)
+
+
+def refuse_lost_payments(ledger: Ledger | MemoryLedger, run: dict[str, Any]) -> None:
+    """A state whose payments are not in this ledger would be had for nothing."""
+    own = run.get("id") == ledger.header.run_id
+    if not own or run.get("payments", 0) > ledger.count():
+        raise CheckpointError(
+            "the state belongs to a run whose payments are not in this run's "
+            "ledger: its steps would be had for nothing",
+            "attach with the run folder that it was made with and call resume(); "
+            "or carry states between runs that have no folder",
+        )
+
+
+def refuse_other_facts(stored: dict[str, Any], own: dict[str, Any], what: str) -> None:
+    """A state is gone on from with the settings that it was made with."""
+    for name, value in own.items():
+        then = stored.get(name, WHEN_UNSAID.get(name))
+        if then != value:
+            raise CheckpointError(
+                f"{what} was made with {name} = {then!r}, and this run has {value!r}",
+                "resume with the settings it was made with",
+            )
 
 
 def _shown(plan: Plan) -> dict[str, Any]:

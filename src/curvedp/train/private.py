@@ -45,11 +45,14 @@ from curvedp.train.checkpoint import (
 )
 from curvedp.train.compiled import CompiledPass
 from curvedp.train.datasets import moved
-from curvedp.train.encoding import encode_state
 from curvedp.train.engine import Engine
 from curvedp.train.explained import StepPlan
 from curvedp.train.graph import GraphedPass
-from curvedp.train.ledgers import WHEN_UNSAID, note_lost_releases
+from curvedp.train.ledgers import (
+    note_lost_releases,
+    refuse_lost_payments,
+    refuse_other_facts,
+)
 from curvedp.train.optimizer import LogicalScheduler, PrivateOptimizer
 from curvedp.train.rehearsal import Rehearsed, rehearse_folder
 from curvedp.train.statement import Statement, make_statement
@@ -101,8 +104,6 @@ class Private:
         self._loss_used = False
         self._reduction = loss_reduction or "mean"
         self._run_dir = run_dir
-        if run_dir is not None:
-            encode_state(self._spoken(), {})  # or a checkpoint would fail, after a step
         self._passed = passed
         self._synthetic = synthetic
         self._tried = tried or Rehearsed("nothing")
@@ -291,29 +292,17 @@ class Private:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a stored state. What was paid since then stays paid."""
-        self._check_facts(state["facts"], "the state")
+        refuse_other_facts(state["facts"], self._facts(), "the state")
         ledger = self._engine.ledger
         if isinstance(ledger, MemoryLedger) and "ledger" in state:
             ledger.absorb(state["ledger"])
         else:
-            self._refuse_lost_payments(state.get("run", {}))
+            refuse_lost_payments(ledger, state.get("run", {}))
         self._load(state, state["model"])
         if self._engine.journal is not None:
             # they were made from other parameters; a crash must not bring them back
             self._engine.journal.drop_from(self.step)
         self._engine.noise.rejoin(self.step)
-
-    def _refuse_lost_payments(self, run: dict[str, Any]) -> None:
-        """A state whose payments are not in this ledger would be had for nothing."""
-        ledger = self._engine.ledger
-        own = run.get("id") == ledger.header.run_id
-        if not own or run.get("payments", 0) > ledger.count():
-            raise CheckpointError(
-                "the state belongs to a run whose payments are not in this run's "
-                "ledger: its steps would be had for nothing",
-                "attach with the run folder that it was made with and call resume(); "
-                "or carry states between runs that have no folder",
-            )
 
     def save(self, extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint into the run folder, with states of your own (extra).
@@ -366,9 +355,10 @@ class Private:
         extra: dict[str, Any] = {}
         if folders:
             checkpoint = load_checkpoint(folders[-1])
-            self._check_facts(checkpoint.facts, str(folders[-1]))
-            model = {**checkpoint.model, **checkpoint.state.get("spoken", {})}
-            self._load(checkpoint.state, model, f"{folders[-1]}", checkpoint.step)
+            refuse_other_facts(checkpoint.facts, self._facts(), str(folders[-1]))
+            self._load(
+                checkpoint.state, checkpoint.model, f"{folders[-1]}", checkpoint.step
+            )
             extra = checkpoint.state["extra"]
         self._engine.recover()
         if journal is not None:
@@ -412,7 +402,8 @@ class Private:
         self._engine.attached.state.give_up()  # a pass that was given up
         try:
             self._engine.require_paid(state["step"], what)
-            self._engine.model.load_state_dict(model)
+            spoken = state.get("spoken", {})
+            self._engine.model.load_state_dict({**model, **spoken})
             self._engine.optimizer.load_state_dict(state["optimizer"])
             if not is_whole(state["step"]) or step not in (None, state["step"]):
                 raise ValueError("its step is not that of its state")
@@ -437,16 +428,6 @@ class Private:
             "views": None if views is None else f"{views.count} {views.name}",
             "optimiser": type(self._engine.optimizer).__name__,
         }
-
-    def _check_facts(self, stored: dict[str, Any], what: str) -> None:
-        for name, value in self._facts().items():
-            then = stored.get(name, WHEN_UNSAID.get(name))
-            if then != value:
-                raise CheckpointError(
-                    f"{what} was made with {name} = {then!r}, and this run has "
-                    f"{value!r}",
-                    "resume with the settings it was made with",
-                )
 
     def _folder(self) -> Path:
         if self._run_dir is None:

@@ -12,6 +12,7 @@ generators are as they were.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import shutil
 from collections import OrderedDict, defaultdict
@@ -44,7 +45,7 @@ __all__ = ["Rehearsed", "rehearse", "rehearse_folder", "rehearse_journal"]
 
 #: A rate below this is raised to it: schedules begin at zero, and whether anything
 #: moves is to be seen in bfloat16 too.
-_RATE = 1e-3
+_RATES = (1e-3, 1e3)
 #: Gradients repeat so many numbers: to draw more would take longer than all else.
 _FEW = 997
 #: Lists with an entry for each parameter of a group.
@@ -248,9 +249,9 @@ def _steps(copied: torch.optim.Optimizer) -> dict[str, Any]:
     for group in copied.param_groups:
         rate = group.get("lr")
         if isinstance(rate, Tensor):
-            rate.clamp_(min=_RATE)
-        elif rate is not None and rate < _RATE:
-            group["lr"] = _RATE
+            rate.clamp_(*_RATES)
+        elif rate is not None and math.isfinite(rate):  # a run may diverge by its rate
+            group["lr"] = min(max(rate, _RATES[0]), _RATES[1])
     devices = {p.device for p in trained if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         for seed in range(2):
