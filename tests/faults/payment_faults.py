@@ -212,7 +212,7 @@ FAULTS = [
         (Patch(LogicalScheduler.__init__, "and not public_metric", "and False"),),
     ),
     Fault(
-        "a state beyond its payments",
+        "17 a state beyond its payments",
         a_state_stands_where_its_ledger_has_paid,
         (
             Patch(
@@ -223,7 +223,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "a release that nobody paid for",
+        "17 a release that nobody paid for",
         a_release_has_been_paid_for,
         (
             Patch(
@@ -234,22 +234,22 @@ FAULTS = [
         ),
     ),
     Fault(
-        "a launcher without a group",
+        "19 a launcher without a group",
         ranks_without_a_group_are_refused,
         (Patch(guard.refuse_processes, "if launcher is not None:", "if False:"),),
     ),
     Fault(
-        "runs whose epsilons nobody adds up",
+        "19 runs whose epsilons nobody adds up",
         independent_runs_say_so,
         (Patch(ledgers.open_ledger, "if independent:", "if False:"),),
     ),
     Fault(
-        "clients of a launcher that forget what they spent",
+        "19 clients of a launcher that forget what they spent",
         a_client_of_a_launcher_has_a_folder,
         (Patch(Client.__init__, "if run_dir is None:", "if False:"),),
     ),
     Fault(
-        "paid before it could work: a closure",
+        "20 paid before it could work: a closure",
         closures_are_refused_at_attach,
         (
             Patch(rehearsal._refuse_arguments, "bind(optimizer)", "parameters"),
@@ -257,17 +257,17 @@ FAULTS = [
         ),
     ),
     Fault(
-        "paid before it could work: sparse gradients",
+        "20 paid before it could work: sparse gradients",
         a_step_that_fails_is_found_at_attach,
         (Patch(rehearsal.rehearse, "state = _steps(copied)", "state = None"),),
     ),
     Fault(
-        "paid before it could work: nothing moves",
+        "20 paid before it could work: nothing moves",
         an_optimiser_that_moves_nothing_is_refused,
         (Patch(rehearsal._steps, "if all(", "if False and all("),),
     ),
     Fault(
-        "paid before it could work: not finite",
+        "20 paid before it could work: not finite",
         an_optimiser_that_bursts_is_refused,
         (Patch(rehearsal._steps, "if not torch", "if False and not torch"),),
     ),
@@ -283,12 +283,12 @@ FAULTS = [
         ),
     ),
     Fault(
-        "paid before it could be stored: a checkpoint",
+        "20 paid before it could be stored: a checkpoint",
         what_no_checkpoint_holds_is_refused_before_a_payment,
         (Patch(Private.rehearsed, "if self._run_dir is not None:", "if False:"),),
     ),
     Fault(
-        "paid before it could be stored: a journal",
+        "20 paid before it could be stored: a journal",
         what_no_journal_holds_is_refused_before_a_payment,
         (Patch(Private.rehearsed, "if self._run_dir is not None:", "if False:"),),
     ),

@@ -256,7 +256,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "paid before it is computed",
+        "20 paid before it is computed",
         a_crash_before_the_sum_is_unpaid,
         (
             Patch(

@@ -99,17 +99,17 @@ def a_prepare_that_mixes_rows_is_refused():
 
 FAULTS = [
     Fault(
-        "loop: rows in another order",
+        "15 loop: rows in another order",
         sorted_rows_are_refused,
         (Patch(GivenRows._find, "ways is None", "False"),),
     ),
     Fault(
-        "loop: rows written in place",
+        "15 loop: rows written in place",
         rows_written_in_place_are_refused,
         (Patch(_Given.differs, "differ(now, self.kept)", "False"),),
     ),
     Fault(
-        "loop: labels of other rows",
+        "15 loop: labels of other rows",
         labels_of_other_rows_are_refused,
         (
             Patch(
@@ -120,17 +120,17 @@ FAULTS = [
         ),
     ),
     Fault(
-        "loop: centred outputs",
+        "15 loop: centred outputs",
         centred_outputs_are_refused,
         (Patch(Private.loss, "self._engine.require_made(output)", "..."),),
     ),
     Fault(
-        "loop: a number of the batch",
+        "15 loop: a number of the batch",
         a_number_of_the_batch_is_refused,
         (Patch(GivenRows.require, "not self._has(leaf)", "False"),),
     ),
     Fault(
-        "loop: rows in another order, in a program",
+        "15 loop: rows in another order, in a program",
         sorted_rows_are_refused_in_a_program,
         (
             Patch(
@@ -139,7 +139,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "loop: a prepare= that mixes rows",
+        "15 loop: a prepare= that mixes rows",
         a_prepare_that_mixes_rows_is_refused,
         (Patch(PhysicalLoader.__init__, "if prepare is not None:", "if False:"),),
     ),

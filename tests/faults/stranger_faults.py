@@ -68,17 +68,17 @@ def kinds_of_noise_are_counted_before_they_are_composed():
 
 FAULTS = [
     Fault(
-        "escape sequences in errors",
+        "18 escape sequences in errors",
         errors_do_not_command_the_terminal,
         (Patch(printable, "if text.isprintable():", "if True:"),),
     ),
     Fault(
-        "escape sequences in results",
+        "18 escape sequences in results",
         tables_do_not_command_the_terminal,
         (Patch(printable, "if text.isprintable():", "if True:"),),
     ),
     Fault(
-        "lines of a statement forged by a note",
+        "18 lines of a statement forged by a note",
         notes_have_no_lines_of_their_own,
         (Patch(Statement.__str__, "printable(t, '')", "t"),),
     ),
