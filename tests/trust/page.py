@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from . import fuzzing, laws, planting, replaying
+from .attacks import ATTACKS
 from .mutants import ROOT
 
 #: At most, on two cores.
@@ -43,7 +44,7 @@ class Sizes:
     mutants: int = 16
     audited: tuple[str, ...] | None = None
     audit: dict[str, Any] = field(default_factory=dict)
-    folders: tuple[str, ...] = ("crash", "hostile")
+    folders: tuple[str, ...] = ("crash", "hostile", "attacks")
 
 
 SHORT = Sizes(
@@ -109,11 +110,13 @@ class Beside:
         self._folder, self._sizes = folder, sizes
         commands = []
         for name in sizes.folders:
-            if (ROOT / "tests" / name).is_dir():
-                commands.append(
-                    f"{sys.executable} -m pytest -p no:xdist -p no:cacheprovider "
-                    f"-m 'not slow' tests/{name} > {folder}/{name}.txt 2>&1"
-                )
+            where = f"tests/{name}"
+            if name == "attacks":
+                where = " ".join(f"tests/{place}" for place in ATTACKS.values())
+            commands.append(
+                f"{sys.executable} -m pytest -p no:xdist -p no:cacheprovider "
+                f"-m 'not slow' {where} > {folder}/{name}.txt 2>&1"
+            )
         if sizes.mutants:
             commands.append(
                 f"{sys.executable} -m tests.trust.mutants --count {sizes.mutants} "
@@ -193,7 +196,11 @@ def page(result: dict[str, Any]) -> str:
             f"| mutants killed | {own['killed']} of {own['mutants']} "
             f"({own['too_slow']} too slow to tell), drawn from {own['of']} |"
         )
-    words = {"crash": "faults survived", "hostile": "hostile inputs refused"}
+    words = {
+        "crash": "faults survived",
+        "hostile": "hostile inputs refused",
+        "attacks": f"attacks withstood, of {len(ATTACKS)} kinds",
+    }
     for name, what in words.items():
         if name in result:
             passed = result[name]["passed"]
@@ -249,7 +256,7 @@ def verdict(result: dict[str, Any]) -> list[str]:
     for row in result["audits"]:
         if row["epsilon_lower"] > row["epsilon_claimed"]:
             wrong.append(f"{row['recipe']}: the audit's bound is above the claim")
-    for name in ("crash", "hostile"):
+    for name in ("crash", "hostile", "attacks"):
         if result.get(name, {}).get("failed"):
             wrong.append(f"tests/{name}: {result[name]['failed']} failed")
     return wrong

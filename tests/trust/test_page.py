@@ -4,6 +4,8 @@ import copy
 
 import pytest
 
+from .attacks import ATTACKS
+from .mutants import ROOT
 from .page import SHORT, measured, page, verdict
 
 
@@ -42,3 +44,9 @@ def test_the_verdict_names_what_is_wrong(result):
     wrong["audits"][0]["epsilon_lower"] = 99.0
     wrong["crash"] = {"passed": 1, "failed": 1}
     assert len(verdict(wrong)) == 5
+
+
+def test_every_kind_of_attack_is_there():
+    for kind, place in ATTACKS.items():
+        assert (ROOT / "tests" / place).exists(), kind
+    assert len(set(ATTACKS.values())) == len(ATTACKS)
