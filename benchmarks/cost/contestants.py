@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from curvedp import make_private
+from curvedp.layers.bits import any_of
 
 __all__ = [
     "CLIP",
@@ -220,7 +221,7 @@ def _ours(model, x, y, forward, rows, recipe, settings):
         start = clock(x)
         attached.begin()
         attached.state.after_forward((), {})
-        attached.state.close()
+        attached.state.settle(any_of(attached.state.close_later()))
         return clock(x) - start
 
     estimates = refresh if recipe == "dp-kfc" else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import torch
 from torch import nn
 
 from curvedp.errors import CouplingError, LoopError
+from curvedp.layers import contents
 
 from .cases import attach, examples, linear, train
 from .checking import refused
@@ -47,6 +50,17 @@ def _refused(write, name):
 
 def buffer_written_through_data_is_refused():
     _refused(lambda m, mean: m.seen.data.copy_(mean), "seen")
+
+
+def as_on_a_gpu(copied):
+    """A comparison that is made, and whose answer nobody has waited for."""
+    pairs = zip(copied.pieces, copied.held, strict=True)
+    return torch.stack([(x != y).any() for x, y in pairs]).any()
+
+
+def weight_written_in_a_pass_on_a_gpu_is_refused():
+    with patch.object(contents._Copied, "differs", as_on_a_gpu):
+        frozen_weight_written_in_a_pass_is_refused()
 
 
 def frozen_weight_written_in_a_pass_is_refused():

@@ -22,6 +22,11 @@ FAULTS = [
         (Patch(State.spots, "self._weights.changed(printed=printed)", "[]"),),
     ),
     Fault(
+        "14 weight written in a pass, on a GPU",
+        checks.weight_written_in_a_pass_on_a_gpu_is_refused,
+        (Patch(State.settle, "if written:", "if False:"),),
+    ),
+    Fault(
         "14 attribute written in a pass",
         checks.attribute_written_in_a_pass_is_refused,
         (Patch(State._containers, "[] if self._found.same() else", "[] and"),),

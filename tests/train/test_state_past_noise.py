@@ -27,8 +27,10 @@ from curvedp.errors import (
     UserCodeError,
 )
 from curvedp.layers import contents
+from curvedp.layers.state import State
 
 from ..faults.cases import attach, examples, train
+from ..faults.state_checks import as_on_a_gpu
 
 ROWS, FEATURES = 24, 4
 #: Nothing that training releases at this noise is near it.
@@ -269,6 +271,28 @@ def test_what_a_forward_pass_writes_is_put_back_and_refused(write, loop):
         model.told = False
         with pytest.raises(LoopError, match="closed"):
             loop(private)
+
+
+@pytest.mark.parametrize("loop", [by_loop, by_train_on])
+@pytest.mark.parametrize("write", WEIGHTS, ids=lambda w: w.__name__)
+def test_on_a_gpu_the_answer_comes_before_the_payment(write, loop, monkeypatch):
+    monkeypatch.setattr(contents._Copied, "differs", as_on_a_gpu)
+    late, settle = [], State.settle
+
+    def noted(state, written):
+        late.append(written)
+        settle(state, written)
+
+    monkeypatch.setattr(State, "settle", noted)
+    model = keeps(write)
+    private = private_of(model)
+    before = pickled(model)
+    model.told = True
+    with pytest.raises(CouplingError, match="past the noise"):
+        loop(private)
+    assert late == [True]
+    assert pickled(model) == before
+    assert private._engine.ledger.count() == 0
 
 
 @pytest.mark.parametrize("write", [by_data, codebook, attribute, as_extra_state])

@@ -28,7 +28,7 @@ def written_anew(
         CouplingError: something keeps what it has seen, and goes on from there.
     """
     state = State(model)
-    start = random_state(model)
+    start = random_state({p.device for p in model.parameters()})
 
     def passed(given: Batch) -> tuple[Hashable, dict[Spot, Hashable], Spots]:
         args, kwargs = as_call(given.inputs)

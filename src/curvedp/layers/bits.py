@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,18 @@ from torch import Tensor, nn
 
 from curvedp.layers.held import missing
 
-__all__ = ["RandomState", "bits_of", "random_numbers", "random_state"]
+__all__ = [
+    "Flag",
+    "RandomState",
+    "any_of",
+    "bits_of",
+    "differ",
+    "random_numbers",
+    "random_state",
+]
+
+#: Whether something is so; on a GPU a tensor, for which nobody has waited.
+Flag = bool | Tensor
 
 #: Of the CPU (under None) and of devices.
 RandomState = dict[torch.device | None, Tensor]
@@ -50,11 +61,30 @@ def bits_of(value: object, seen: tuple[int, ...] = ()) -> Hashable:
         return kind, id(value)
 
 
-def random_state(model: nn.Module) -> RandomState:
-    """Of torch's generators on the CPU and where the model lies."""
+def differ(x: Tensor, y: Tensor) -> Flag:
+    """Whether whole numbers differ."""
+    return not torch.equal(x, y) if x.device.type == "cpu" else (x != y).any()
+
+
+def any_of(flags: Iterable[Flag]) -> bool:
+    """Whether one of them is set; the CPU waits once for each device."""
+    waiting: dict[torch.device, list[Tensor]] = {}
+    for flag in flags:
+        if isinstance(flag, Tensor):
+            waiting.setdefault(flag.device, []).append(flag)
+        elif flag:
+            return True
+    return any(
+        bool(torch.stack(own).any() if len(own) > 1 else own[0])
+        for own in waiting.values()
+    )
+
+
+def random_state(devices: Iterable[torch.device]) -> RandomState:
+    """Of torch's generators on the CPU and on GPUs among these devices."""
     states: RandomState = {None: torch.get_rng_state()}
-    for device in {p.device for p in model.parameters() if p.is_cuda}:
-        if not torch.cuda.is_current_stream_capturing():
+    for device in devices:
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             states[device] = torch.cuda.get_rng_state(device)
     return states
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from curvedp.layers.bits import Flag, any_of, differ
+
 __all__ = ["Contents"]
 
 #: Bytes of which copies are held; the smallest pieces come first.
@@ -26,6 +28,27 @@ _ROW = 2**14
 _AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
 
 _NUMBERS: dict[torch.device, Tensor] = {}
+
+
+class _Copied:
+    """Pieces of one device and dtype, and one copy of them all: a launch each way."""
+
+    def __init__(self, members: list[int], pieces: list[Tensor]) -> None:
+        self.members, self.pieces = members, pieces
+        self._all = torch.cat(pieces)
+        self.held = torch.split_with_sizes(self._all, [len(piece) for piece in pieces])
+
+    def hold(self) -> None:
+        torch.cat(self.pieces, out=self._all)
+
+    def differs(self) -> Flag:
+        if self._all.device.type == "cpu":  # without another copy
+            return not all(map(torch.equal, self.pieces, self.held))
+        return differ(torch.cat(self.pieces), self._all)
+
+    def changed(self) -> list[int]:
+        pairs = zip(self.members, self.pieces, self.held, strict=True)
+        return [i for i, piece, held in pairs if not torch.equal(piece, held)]
 
 
 class Contents:
@@ -44,33 +67,42 @@ class Contents:
                 known.add(piece.data_ptr())
                 self.words[i] = piece
         sizes = {i: w.numel() * w.element_size() for i, w in self._pieces()}
-        self._groups: dict[object, list[int]] = {}
         self._printed: list[int] = []
+        copied: dict[object, list[int]] = {}
         room = COPIED
         for i in sorted(sizes, key=sizes.__getitem__):
             room -= sizes[i]
             piece = self._piece(i)
             key = (piece.device, piece.dtype)
-            kept = self._groups.setdefault(key, []) if room >= 0 else self._printed
+            kept = copied.setdefault(key, []) if room >= 0 else self._printed
             kept.append(i)
-        self._held: dict[object, Tensor] = {}
+        self._groups = [
+            _Copied(members, [self._piece(i) for i in members])
+            for members in copied.values()
+            if members
+        ]
         self._prints: dict[int, Tensor] = {}
 
     def hold(self) -> None:
         """Remember what they hold now."""
         with torch.no_grad():
-            for key, members in self._groups.items():
-                if members:
-                    pieces = [self._piece(i) for i in members]
-                    self._held[key] = _joined(pieces, self._held.get(key))
+            for group in self._groups:
+                group.hold()
             self._prints = {i: _print(self._piece(i)) for i in self._printed}
+
+    def differences(self, *, printed: bool = True) -> list[Flag]:
+        """Whether something holds something else now; on a GPU nobody waits for it."""
+        found = [group.differs() for group in self._groups]
+        for i, then in self._prints.items() if printed else ():
+            found.append(differ(_print(self._piece(i)), then))
+        return found
 
     def changed(self, *, printed: bool = True) -> list[int]:
         """Which tensors' memory holds something else now; or of those copied alone."""
         found: list[int] = []
-        for key, members in self._groups.items():
-            if members:
-                found += self._changed_in(members, self._held[key])
+        if any_of(self.differences(printed=False)):  # one answer to wait for
+            for group in self._groups:
+                found += group.changed()
         for i, then in self._prints.items() if printed else ():
             if not torch.equal(_print(self._piece(i)), then):
                 found.append(i)
@@ -86,13 +118,9 @@ class Contents:
 
     def copy_of(self, i: int) -> Tensor | None:
         """What its memory held, as words."""
-        for key, members in self._groups.items():
-            at = 0
-            for member in members:
-                size = self._piece(member).numel()
-                if member == i:
-                    return self._held[key][at : at + size]
-                at += size
+        for group in self._groups:
+            if i in group.members:
+                return group.held[group.members.index(i)]
         return None
 
     def was(self, i: int, other: Tensor) -> bool:
@@ -102,19 +130,6 @@ class Contents:
         if words is None or then is None or words.shape != self._piece(i).shape:
             return False
         return torch.equal(_print(words), then)
-
-    def _changed_in(self, members: list[int], held: Tensor) -> list[int]:
-        if held.is_cuda:  # one answer to wait for, where all is well
-            pieces = [self._piece(i) for i in members]
-            if torch.equal(_joined(pieces, None), held):
-                return []
-        found, at = [], 0
-        for i in members:
-            piece = self._piece(i)
-            if not torch.equal(piece, held[at : at + piece.numel()]):
-                found.append(i)
-            at += piece.numel()
-        return found
 
     def _pieces(self) -> list[tuple[int, Tensor]]:
         return [(i, w) for i, w in enumerate(self.words) if w is not None]
@@ -137,10 +152,6 @@ def _words(t: Tensor) -> Tensor | None:
     wide = size % 4 == 0
     empty = torch.empty(0, dtype=torch.int32 if wide else torch.uint8, device=t.device)
     return empty.set_(storage, 0, (size // 4 if wide else size,), (1,))
-
-
-def _joined(pieces: list[Tensor], out: Tensor | None) -> Tensor:
-    return torch.cat(pieces) if out is None else torch.cat(pieces, out=out)
 
 
 def _print(words: Tensor) -> Tensor:

@@ -123,6 +123,10 @@ class Node:
         found += [k for k in now if k not in then]
         return found or list(then)  # only the order is another
 
+    def then(self) -> tuple[list[Any] | None, list[Any]]:
+        """Keys, if it has any, and values as they were."""
+        return self._keys, self._values
+
     def content(self) -> tuple[list[Any] | None, list[Any]]:
         """Keys, if it has any, and values as they are now."""
         return _content(self.container)
@@ -156,6 +160,32 @@ class Node:
             container.update(values)
         else:
             container.extend(values)
+
+
+class _Together:
+    """What all nodes held, in a row: to look at it takes a few calls, not a loop."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.count = len(nodes)
+        self._dicts = [n.container for n in nodes if isinstance(n.container, dict)]
+        rest = [n.container for n in nodes if not isinstance(n.container, dict)]
+        self._containers = [*self._dicts, *rest]
+        contents = {id(n.container): n.then() for n in nodes}
+        then = [contents[id(c)] for c in self._containers]
+        self._sizes = [len(values) for _, values in then]
+        # keys of dictionaries, then what the others hold; then values of dictionaries
+        self._keys = [x for keys, own in then for x in (own if keys is None else keys)]
+        self._values = [x for keys, own in then if keys is not None for x in own]
+
+    def same(self) -> bool:
+        """Whether they hold the same, by identity, in the same order."""
+        if list(map(len, self._containers)) != self._sizes:
+            return False
+        chain = itertools.chain.from_iterable
+        values = chain(map(dict.values, self._dicts))
+        rest = self._containers[len(self._dicts) :]
+        keys = chain((chain(map(dict.keys, self._dicts)), chain(rest)))
+        return all(map(is_, values, self._values)) and all(map(is_, keys, self._keys))
 
 
 def _content(container: Any) -> tuple[list[Any] | None, list[Any]]:
@@ -206,6 +236,7 @@ class Scan:
     speaking: list[tuple[nn.Module, Place]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._then: _Together | None = None
         self._hollow: list[Any] = []  # containers with nothing in them
         self._hollow_where: list[tuple[Place, str]] = []
 
@@ -225,7 +256,9 @@ class Scan:
 
     def same(self) -> bool:
         """Whether every container holds what it did."""
-        return not any(self._hollow) and all(node.same() for node in self.nodes)
+        if self._then is None or self._then.count != len(self.nodes):
+            self._then = _Together(self.nodes)
+        return not any(self._hollow) and self._then.same()
 
     def replace(self, old: Any, new: Any) -> None:
         """Let every container that holds one value hold another one."""

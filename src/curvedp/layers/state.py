@@ -30,7 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from curvedp.errors import CouplingError, CurvedpError
-from curvedp.layers.bits import bits_of, random_numbers, random_state
+from curvedp.layers.bits import (
+    Flag,
+    RandomState,
+    bits_of,
+    random_numbers,
+    random_state,
+)
 from curvedp.layers.contents import Contents
 from curvedp.layers.functional import call_with
 from curvedp.layers.held import Place, Scan, missing, scan
@@ -81,12 +87,18 @@ class State:
         self._scan: Scan | None = None
         self._weights = self._others = Contents([])
         self._own: list[Place] = []
+        self._random: RandomState | None = None
         self._looked_within = False  # a pass; what it left has not been told of
 
     # -- around a pass ----------------------------------------------------------------
 
-    def open(self, *, weights: bool = True) -> bool:
-        """Look at everything; True if it is not what was there at the last time."""
+    def open(self, *, weights: bool = True, runs: bool = True) -> bool:
+        """Look at everything; True if it is not what was there at the last time.
+
+        Args:
+            weights: look at what they hold too.
+            runs: the pass runs the model's Python, and may leave a cache or a counter.
+        """
         scanned = (
             self._scan is None
             or not self._scan.same()
@@ -99,7 +111,7 @@ class State:
             self._weights.hold()
         self._others.hold()
         self._said = [(m, w, _said(m)) for m, w in self._found.speaking]
-        self._random = random_state(self._model)
+        self._random = random_state(self._devices) if runs else None
         self.is_open = True
         scanned, self._looked_within = scanned or self._looked_within, False
         return scanned
@@ -124,9 +136,9 @@ class State:
         Raises:
             CouplingError: with everything put back before.
         """
+        if not self._foreign(self.spots(weights=False)):
+            return  # what the weights hold is looked at when the pass is over
         left = self._foreign(self.spots())
-        if not left:
-            return
         if any(spot[0] in ("weights", "_parameters") for spot in left):
             self.refuse(left)
         bits = {spot: self.bits(spot) for spot in left}
@@ -142,6 +154,27 @@ class State:
         self._others.hold()
         self._said = [(m, w, _said(m)) for m, w in self._found.speaking]
         kept()
+
+    def close_later(self, *, quietly: bool = False) -> list[Flag]:
+        """As ``close``, but nobody waits for what a GPU says of its memory.
+
+        Returns:
+            Flags of what was written to, for :meth:`settle`, which is due next.
+        """
+        if not self.is_open:
+            return []
+        others, weights = self._others.differences(), self._weights.differences()
+        flags = [*others, *weights]
+        if any(flag is True for flag in flags) or self.spots(contents=False):
+            self.close(quietly=quietly)
+            return []
+        return flags
+
+    def settle(self, written: bool) -> None:
+        """End a pass, and refuse it if a flag of :meth:`close_later` is set."""
+        if written:
+            self.close(quietly=True)  # the rest was looked at
+        self.is_open = False
 
     def close(self, *, quietly: bool = False) -> None:
         """After the backward pass: put back what was written anew, refuse the rest.
@@ -208,6 +241,7 @@ class State:
         assert self._scan is not None
         return self._scan
 
+    @torch.inference_mode(False)  # it is used outside of one too
     def _look(self) -> None:
         self._scan = found = scan(self._model)
         parameters = {id(p) for p in self._model.parameters()}
@@ -218,6 +252,7 @@ class State:
         self._rest = [w for t, w in tensors if id(t) not in parameters]
         self._weights = Contents([t for t, _ in tensors if id(t) in parameters])
         self._others = Contents([t for t, _ in tensors if id(t) not in parameters])
+        self._devices = {p.device for p in self._model.parameters()}
 
     def _moved_memory(self) -> bool:
         tensors = self._found.tensors
@@ -226,11 +261,15 @@ class State:
             [t.shape for t, _ in tensors],
         )
 
-    def spots(self, *, printed: bool = False) -> Spots:
+    def spots(
+        self, *, printed: bool = False, weights: bool = True, contents: bool = True
+    ) -> Spots:
         """What is another than it was, and its place. Empty in nearly every pass.
 
         Args:
             printed: look at weights too that are too large to be copied.
+            weights: look at what weights hold.
+            contents: look at what any tensor holds.
         """
         found = self._containers()
         if self._moved_memory():
@@ -238,7 +277,7 @@ class State:
                 if t.data_ptr() != then.data_ptr() or t.shape != then.shape:
                     own = isinstance(t, nn.Parameter)
                     found["_parameters" if own else "tensor", k] = where
-        for k in self._others.changed():
+        for k in self._others.changed() if contents else ():
             found["others", k] = self._rest[k]
         for k, leaf in enumerate(self._found.leaves):
             if not leaf.same():
@@ -246,8 +285,9 @@ class State:
         for k, (module, where, then) in enumerate(self._said):
             if bits_of(_said(module)) != bits_of(then):
                 found["said", k] = (where[0], "get_extra_state")
-        for k in self._weights.changed(printed=printed):
-            found["weights", k] = self._own[k]
+        if weights and contents:
+            for k in self._weights.changed(printed=printed):
+                found["weights", k] = self._own[k]
         return found
 
     def _containers(self) -> Spots:
@@ -380,7 +420,7 @@ class State:
         point: Mapping[str, Tensor],
     ) -> bool:
         """Whether a synthetic pass from the same state leaves the same bits."""
-        if self._synthesise is None:
+        if self._synthesise is None or self._random is None:
             return False
         for rows in dict.fromkeys((FEW, rows_of((args, kwargs)))):
             given = synthetic_like(self._model, self._synthesise, (args, kwargs), rows)

@@ -10,7 +10,7 @@ is another, all is compared.
 
 from __future__ import annotations
 
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class Built:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._parts = {name: _parts(m) for name, m in self._modules.items()}
         self._kinds = list({type(m) for m in self._modules.values()})
-        self._codes = [_code(kind) for kind in self._kinds]
+        self._calls = [_calls(kind) for kind in self._kinds]
+        self._codes = [list(map(_code, calls)) for calls in self._calls]
         self._everywhere = _everywhere()
         self._parameters = list(model.named_parameters())
         self._on_parameters = [_on_parameter(p) for _, p in self._parameters]
@@ -55,11 +56,14 @@ class Built:
         """
         if not _same(_everywhere(), self._everywhere):
             _changed("a hook for all modules was added or removed")
-        for kind, code in zip(self._kinds, self._codes, strict=True):
-            if not _same(_code(kind), code):
+        then = zip(self._kinds, self._calls, self._codes, strict=True)
+        for kind, calls, codes in then:
+            same = all(map(is_, _calls(kind), calls))
+            if not (same and all(map(is_, map(_code, calls), codes))):
                 _changed(f"the forward of {kind.__name__} was replaced")
-        for (name, p), then in zip(self._parameters, self._on_parameters, strict=True):
-            if not _same(_on_parameter(p), then):
+        for (name, p), own in zip(self._parameters, self._on_parameters, strict=True):
+            hooked = p._backward_hooks or p._post_accumulate_grad_hooks or own
+            if hooked and not _same(_on_parameter(p), own):
                 _changed(f"a hook on the parameter {name!r} was added or removed")
         if closely:
             self._look_closely()
@@ -112,10 +116,12 @@ def _parts(module: nn.Module) -> tuple[type, dict[str, list[Any]]]:
     return type(module), parts
 
 
-def _code(kind: type) -> list[Any]:
-    """What runs when a module of this type is called."""
-    functions = [getattr(kind, n) for n in ("forward", "__call__", "_call_impl")]
-    return [part for f in functions for part in (f, getattr(f, "__code__", None))]
+#: What runs when a module of a type is called.
+_calls = attrgetter("forward", "__call__", "_call_impl")
+
+
+def _code(function: Any) -> Any:
+    return getattr(function, "__code__", None)
 
 
 def _everywhere() -> list[Any]:
@@ -134,7 +140,7 @@ def _everywhere() -> list[Any]:
 
 def _on_parameter(p: nn.Parameter) -> list[Any]:
     found = []
-    for hooks in (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)):
+    for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
         found += list((hooks or {}).values())
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvedp.layers import bits
 from curvedp.sampling import as_bits
 
 __all__ = [
@@ -84,10 +85,9 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device)
 
 
-def differ(x: Tensor, y: Tensor) -> bool | Tensor:
-    """Whether any bit differs; on a GPU a tensor, for which nobody has waited."""
-    x, y = as_bits(x), as_bits(y)
-    return not torch.equal(x, y) if x.device.type == "cpu" else (x != y).any()
+def differ(x: Tensor, y: Tensor) -> bits.Flag:
+    """Whether any bit differs."""
+    return bits.differ(as_bits(x), as_bits(y))
 
 
 def equal_values(x: Tensor, y: Tensor) -> bool:

@@ -8,7 +8,7 @@ parameters move (:mod:`curvedp.train.releasing`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from curvedp.barrier import ClippedSum
 from curvedp.clipping import clipped_sum
 from curvedp.errors import LoopError
 from curvedp.layers import Coverage, LayerIO, PerExampleLoss, Recording, Synthesiser
+from curvedp.layers.bits import Flag, any_of
 from curvedp.layers.precision import NormPrecision
 from curvedp.layers.state import State
 from curvedp.noise import RandomStreams
@@ -55,6 +56,7 @@ class _Open:
     given: GivenRows | None = None
     recording: Recording | None = None
     pending: ClippedSum | None = None
+    flags: list[Flag] = field(default_factory=list)  # whether the pass wrote to memory
 
 
 class Engine(Releasing):
@@ -277,8 +279,8 @@ class Engine(Releasing):
         self.forget_output()
         with self.attached.unbroken():
             ios = recording.layer_ios()
-            self.attached.state.close()
-        return self._take(ios, batch, self._scale())
+            self._open.flags = self.attached.state.close_later()
+            return self._take(ios, batch, self._scale())
 
     def _take(self, ios: Sequence[LayerIO], batch: PhysicalBatch, scale: float) -> bool:
         return self._merge(self.clip(ios, batch.present, batch.step, scale), batch)
@@ -315,8 +317,8 @@ class Engine(Releasing):
                 point=self._point(),
                 keep_inputs=self.plan.clipping.measured_sites,
             )
-            self.attached.state.close(quietly=True)
-        return self._take(ios, opened, float(self.physical_batch_size))
+            self._open.flags = self.attached.state.close_later(quietly=True)
+            return self._take(ios, opened, float(self.physical_batch_size))
 
     def accumulate_graphed(self, graphed: GraphedPass, batch: tuple[Any, Any]) -> bool:
         """Pass over a batch and clip it, in one launch; as ``accumulate`` otherwise."""
@@ -330,8 +332,8 @@ class Engine(Releasing):
                 step=opened.step,
                 point=self._point(),
             )
-            self.attached.state.close(quietly=True)
-        return self._merge(part, opened)
+            self._open.flags = self.attached.state.close_later(quietly=True)
+            return self._merge(part, opened)
 
     def _unpassed(self, batch: tuple[Any, Any]) -> PhysicalBatch:
         """The open batch, for a pass that is made here and not by the loop."""
@@ -342,12 +344,12 @@ class Engine(Releasing):
         inputs, targets = batch
         values = {"inputs": inputs, "targets": targets}
         self.require_rows("private.train_on", values)
-        self._begin()
+        self._begin(runs=False)
         return opened
 
-    def _begin(self) -> None:
+    def _begin(self, *, runs: bool = True) -> None:
         """What was checked is still so, in this mode too; the model is watched."""
-        self.attached.begin()
+        self.attached.begin(runs=runs)
         if self.coupling is not None:
             with self.attached.unbroken():
                 self.coupling.require_mode()
@@ -408,8 +410,15 @@ class Engine(Releasing):
         )
 
     def _merge(self, part: ClippedSum, batch: PhysicalBatch) -> bool:
-        if self._open.given is not None:
-            self._open.given.confirm()
+        """Add a portion up, once it is known that nothing was written or moved.
+
+        Where a GPU looked, the CPU waits for it here, once.
+        """
+        given, written = self._open.given, self._open.flags
+        differs = any_of([*written, *([] if given is None else given.flags())])
+        self.attached.state.settle(differs and any_of(written))
+        if differs and given is not None:
+            given.confirm()
         pending = self._open.pending
         merged = part if pending is None else pending.merge(part)
         self._open = _Open(pending=merged)

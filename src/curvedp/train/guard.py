@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from curvedp.errors import ConfigurationError, CoverageError, LoopError
+from curvedp.errors import ConfigurationError, CoverageError, CurvedpError, LoopError
 from curvedp.layers.state import State
 from curvedp.train.built import Built
 
@@ -118,25 +118,32 @@ class Attached:
     ) -> None:
         self._model, self._optimizer, self._covered = model, optimizer, covered
         self._seen: list[int | bool] = []
+        self._parameters: list[nn.Parameter] = []
         self._built, self._unchecked = Built(model), True
         self.state, self._end, self._ended = state, end, False
         state.when_weights_moved = self._close
 
     def refuse_changes(self) -> None:
         """As :func:`refuse_changes`, at little cost where nothing was changed."""
-        seen: list[int | bool] = []
-        for module in each_module(self._model):
-            for p in module._parameters.values():
-                if p is not None:
-                    seen += (id(p), p.requires_grad)
+        if self._unchecked:  # else every module has the parameters that it had
+            self._parameters = [
+                p
+                for module in each_module(self._model)
+                for p in module._parameters.values()
+                if p is not None
+            ]
+        seen: list[int | bool] = [p.requires_grad for p in self._parameters]
         for p in _held(self._optimizer):
             seen += (id(p), p.requires_grad)
-        if seen != self._seen:
+        if self._unchecked or seen != self._seen:
             refuse_changes(self._model, self._optimizer, self._covered)
             self._seen = seen
 
-    def begin(self) -> None:
+    def begin(self, *, runs: bool = True) -> None:
         """Before a private pass: all is as it was checked, and is looked at.
+
+        Args:
+            runs: the pass runs the model's Python.
 
         Raises:
             LoopError: something is another, or the run has ended.
@@ -148,11 +155,11 @@ class Attached:
                 "take the write out of the model, and resume from the last checkpoint "
                 "or begin a new run",
             )
-        self.refuse_changes()
-        self._open()
+        self._open(runs)
         try:
+            self.refuse_changes()
             self._built.refuse_changes(closely=self._unchecked)
-        except LoopError:
+        except CurvedpError:
             self.state.is_open = False  # no pass is made: nothing is to be put back
             raise
         self._unchecked = False
@@ -178,9 +185,9 @@ class Attached:
             self.state.give_up()
             raise
 
-    def _open(self) -> None:
+    def _open(self, runs: bool = True) -> None:
         # until it is checked, what is another stays so, however often it is looked at
-        self._unchecked = self.state.open() or self._unchecked
+        self._unchecked = self.state.open(runs=runs) or self._unchecked
 
     def _close(self) -> None:
         self._ended = True

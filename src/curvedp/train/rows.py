@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from curvedp.errors import LoopError
+from curvedp.layers.bits import any_of
 from curvedp.layers.memory import version
 from curvedp.train.columns import (
     column_hashes,
@@ -109,25 +110,6 @@ class _Argument:
         return self.where, self.name, self.number, x.shape, x.dtype
 
 
-class _Late:
-    """A comparison that a GPU has not made yet."""
-
-    def __init__(self, flags: list[Tensor], argument: _Argument) -> None:
-        self.argument = argument
-        self._differs, self._made = torch.stack(flags).any(), None
-        if self._differs.device.type == "cuda":
-            host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._differs = host.copy_(self._differs, non_blocking=True)
-            self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._made.record()
-
-    def __bool__(self) -> bool:
-        """The answer, for which the CPU waits."""
-        if self._made is not None:
-            self._made.synchronize()
-        return bool(self._differs)
-
-
 class LoopRows:
     """Makes the comparisons of a run, and remembers the way its tensors come.
 
@@ -160,7 +142,7 @@ class GivenRows:
             if isinstance(x, Tensor) and x.shape[:1] == (rows,)
         ]
         self._numbers = [x for x in found if isinstance(x, int | float)]
-        self._late: list[_Late] = []
+        self._late: list[tuple[_Argument, list[Tensor]]] = []
         self.outputs = Outputs(rows)
 
     @torch.no_grad()
@@ -182,12 +164,16 @@ class GivenRows:
         if not count:
             self._refuse(where, ", ".join(values), "has none of the batch's tensors")
 
+    def flags(self) -> list[Tensor]:
+        """What a GPU has not compared yet; if one is set, ``confirm`` is due."""
+        return [flag for _, own in self._late for flag in own]
+
     @torch.no_grad()
     def confirm(self) -> None:
         """Refuse what a GPU found to differ; to be called before anything is summed."""
-        for late in self._late:
-            if late:
-                self._find(late.argument)
+        for argument, flags in self._late:
+            if any_of(flags):
+                self._find(argument)
         self._late.clear()
 
     def _has(self, value: Any) -> bool:
@@ -208,7 +194,7 @@ class GivenRows:
         if any(flag is True for flag in flags):
             self._find(argument)
         elif waiting := [flag for flag in flags if isinstance(flag, Tensor)]:
-            self._late.append(_Late(waiting, argument))
+            self._late.append((argument, waiting))
 
     def _find(self, argument: _Argument) -> None:
         """Find the way that a tensor came, or refuse it. The CPU waits for a GPU."""
