@@ -155,8 +155,12 @@ class State:
         self._said = [(m, w, _said(m)) for m, w in self._found.speaking]
         kept()
 
-    def close_later(self, *, quietly: bool = False) -> list[Flag]:
+    def close_later(self, *, quietly: bool = False, ran: bool = True) -> list[Flag]:
         """As ``close``, but nobody waits for what a GPU says of its memory.
+
+        Args:
+            quietly: as of ``close``.
+            ran: Python ran in the pass; else memory alone can be another.
 
         Returns:
             Flags of what was written to, for :meth:`settle`, which is due next.
@@ -165,7 +169,8 @@ class State:
             return []
         others, weights = self._others.differences(), self._weights.differences()
         flags = [*others, *weights]
-        if any(flag is True for flag in flags) or self.spots(contents=False):
+        written = any(flag is True for flag in flags)
+        if written or (ran and self.spots(contents=False)):
             self.close(quietly=quietly)
             return []
         return flags

@@ -332,7 +332,8 @@ class Engine(Releasing):
                 step=opened.step,
                 point=self._point(),
             )
-            self._open.flags = self.attached.state.close_later(quietly=True)
+            state = self.attached.state
+            self._open.flags = state.close_later(quietly=True, ran=graphed.ran)
             return self._merge(part, opened)
 
     def _unpassed(self, batch: tuple[Any, Any]) -> PhysicalBatch:

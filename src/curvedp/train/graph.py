@@ -88,6 +88,7 @@ class GraphedPass:
 
     Attributes:
         loss: mean over the rows of the last batch, padding included; private.
+        ran: whether the model's Python ran in the last pass, which was recorded.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class GraphedPass:
         self._recorded_map: Whitener | None = None
         self._hopes = coverage.activation_bytes * recorded.rows >= hoped_bytes
         self.loss: Tensor | None = None
+        self.ran = True
 
     def __call__(
         self,
@@ -137,6 +139,7 @@ class GraphedPass:
         key = (_signature(leaves), str(spec), _state(self._model), rule)
         device = next(self._model.parameters()).device
         own = self._map.holding(whitener, device)
+        self.ran = False
         for careful in (False, True) if self._hopes else (True,):
             work = partial(self._pass, rule=rule, whitener=own, careful=careful)
             replay = self._replay_of((key, careful), leaves, spec, own, work)
@@ -162,6 +165,7 @@ class GraphedPass:
                 x.to(device, copy=True) if isinstance(x, Tensor) else x for x in leaves
             ]
             batch = tree_unflatten(places, spec)
+            self.ran = True
             new = places, self._capture(partial(work, *batch), device)
             # after it was recorded: its memory is theirs
             if stale or len(self._graphs) == MOST_GRAPHS:
