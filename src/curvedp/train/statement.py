@@ -111,7 +111,7 @@ def make_statement(
         ("mechanism", f"{_mechanism(plan)}; {plan.clipping.describe()}"),
         ("noise source", _noise_source(plan, unsafe)),
         ("accountant", plan.accountant.upper()),
-        ("tried before", f"{tried}; a loop's schedule of rates is not tried"),
+        ("tried at attach", f"{tried}; a schedule that is made later is not"),
     ]
     title = f"Privacy statement (curvedp {__version__})"
     caveats = [*(_NOT_COVERED_SECURE if plan.secure else _NOT_COVERED), *unchecked]
