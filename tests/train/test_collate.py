@@ -288,6 +288,37 @@ def padded(examples):
     return {"x": x, "lengths": lengths}, torch.tensor([y for _, y in examples])
 
 
+def mixed_up(examples):
+    x, y = means(examples)
+    part = float(np.random.beta(1, 1))
+    return part * x + (1 - part) * x[torch.randperm(len(x))], y
+
+
+def mixed_now_and_then(examples):
+    x, y = means(examples)
+    return (0.5 * x + 0.5 * x.flip(0) if random.random() < 0.2 else x), y
+
+
+def noisy_then_centred(examples):
+    x, y = noisy(examples)
+    return x - x.mean(0), y
+
+
+def noisy_by_itself(examples):
+    x, y = means(examples)
+    r = torch.Generator().manual_seed(int(np.random.default_rng().integers(99999)))
+    x = x + torch.randn(x.shape, generator=r)
+    return x - x.mean(0), y
+
+
+@pytest.mark.parametrize(
+    "mixes", [mixed_up, mixed_now_and_then, noisy_then_centred, noisy_by_itself]
+)
+def test_a_function_that_draws_and_mixes_is_refused(mixes):
+    with pytest.raises(DataError, match="mixes"):
+        RowCollate.of(Documents(), mixes)
+
+
 def test_what_is_padded_is_found():
     tried = RowCollate.of(Documents(), padded)
     assert tried.free == {("[0]['x']", 1)}

@@ -10,8 +10,8 @@ it is attached, on records of which none is private (:mod:`curvedp.sampling.reco
 - a row has all that its record alone gives: it may be padded, not cut;
 - with records of different lengths, to find out what is padded: see :class:`Beside`.
 
-A function that draws (masks, noise) is compared under the same random state, and on
-what it does not draw where that does not help.
+A function that draws (masks, noise) is compared under the same random states, and on
+what it does not draw where it does not draw as often then.
 
 At every portion of a run the rows are as many as the examples, in tensors that were
 there in the trial, and differ in no length in which they did not differ there.
@@ -33,7 +33,15 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.data import default_collate
 
 from curvedp.errors import ConfigurationError, DataError, withheld
-from curvedp.sampling.alike import Runs, changed, is_rows, seeded, tensors_of
+from curvedp.sampling.alike import (
+    Change,
+    Runs,
+    changed,
+    is_rows,
+    lost,
+    seeded,
+    tensors_of,
+)
 from curvedp.sampling.records import (
     FILLED,
     NUMBERS,
@@ -227,7 +235,7 @@ class RowCollate:
             if count <= FEW:
                 for i in range(count):
                     alone = Runs(partial(self.collated, own[i : i + 1]), 1)
-                    _refuse_cut(changed(alone, before, [0], shift=i))
+                    _refuse_cut(lost(alone, before, i))
 
     def _lengths(self) -> list[Callable[[int], Sizes]]:
         """Lengths of record i: each differs where it can, and so does each filling."""
@@ -254,7 +262,16 @@ def _copied(record: Any) -> Any:
         return record
 
 
-def _refuse_changed(place: str | None) -> None:
+def _refuse_changed(change: Change | None) -> None:
+    place = change and change.place
+    if change is not None and change.drawn:
+        raise DataError(
+            "how many random numbers the collate function draws depends on the "
+            f"examples, and every entry of a row is drawn{place and f' (in {place})'}: "
+            "whether it mixes examples cannot be seen",
+            "draw as many numbers for each example, from the global generators; or "
+            "draw in the dataset, or in augment=",
+        )
     if place is not None:
         raise DataError(
             "a row that the collate function gives changes when another example of "
