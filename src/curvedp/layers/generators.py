@@ -1,4 +1,4 @@
-"""Generators that a pass may draw from, and how to put them back.
+"""Generators that a pass may draw from: how to put them back, or to begin with others.
 
 Two passes are compared row by row, so they must draw alike. Besides torch's own these
 are Python's and numpy's global generators, and those that modules hold, also in
@@ -8,8 +8,11 @@ containers and in plain objects of their own. What else a model holds is put bac
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["held_generators", "seed_torch"]
+__all__ = ["Generators", "seed_torch"]
 
 #: How deep generators are looked for in containers and objects.
 DEEPEST = 4
@@ -48,47 +51,91 @@ def seed_torch(number: int, device: torch.device) -> None:
         torch.manual_seed(number)
 
 
-def held_generators(holder: Any) -> Callable[[], None]:
-    """Makes generators what they are now.
+@dataclass(frozen=True, repr=False)
+class _Handle:
+    """Of a generator: reads its state, sets it, and begins with a number."""
+
+    state: Callable[[], Any]
+    put_back: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+
+
+class Generators:
+    """Those that a model or a function draws from, and their states of now.
 
     Args:
         holder: a model, of which all modules are looked at, or a function.
+        device: that work is done on; torch's own generators are not put back.
     """
-    seen: set[int] = set()
-    back: list[Callable[[], Any]] = []
-    python, numbers = random.getstate(), np.random.get_state()
-    back += _generators(holder, seen, DEEPEST)
-    for module in holder.modules() if isinstance(holder, nn.Module) else ():
-        for name, value in vars(module).items():
-            if name not in _TORCHS:
-                back += _generators(value, seen, DEEPEST)
 
-    def put_back() -> None:
-        random.setstate(python)
-        np.random.set_state(numbers)
-        for one in back:
-            one()
+    def __init__(self, holder: Any, device: torch.device) -> None:
+        seen: set[int] = set()
+        found = [
+            _Handle(random.getstate, random.setstate, random.seed),
+            _Handle(np.random.get_state, np.random.set_state, np.random.seed),
+            *_generators(holder, seen, DEEPEST),
+        ]
+        for module in holder.modules() if isinstance(holder, nn.Module) else ():
+            for name, value in vars(module).items():
+                if name not in _TORCHS:
+                    found += _generators(value, seen, DEEPEST)
+        self._device = device
+        self._states = [(one, one.state()) for one in found]
+        self._begun = b""
 
-    return put_back
+    def put_back(self) -> None:
+        """Makes them what they were."""
+        for one, state in self._states:
+            one.put_back(state)
+
+    def seed(self, number: int) -> None:
+        """Begins all of them with a number, and torch's own as well."""
+        seed_torch(number, self._device)
+        for one, _ in self._states:
+            one.seed(number)
+        self._begun = self._now()
+
+    def drawn(self) -> bool:
+        """Returns True if any was drawn from since they were begun."""
+        return self._now() != self._begun
+
+    def _now(self) -> bytes:
+        found = [one.state() for one, _ in self._states]
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        elif self._device.type == "mps":
+            states.append(torch.mps.get_rng_state())
+        return pickle.dumps((found, [state.numpy() for state in states]))
 
 
-def _generators(value: Any, seen: set[int], depth: int) -> Iterator[Callable[[], Any]]:
-    """How the generators in a value come back to their states of now."""
+def _seed_numbers(generator: np.random.Generator, number: int) -> None:
+    bits = generator.bit_generator
+    bits.state = type(bits)(number).state
+
+
+def _generators(value: Any, seen: set[int], depth: int) -> Iterator[_Handle]:
+    """The generators in a value."""
     if id(value) in seen or depth == 0 or isinstance(value, _CLOSED):
         return
     seen.add(id(value))
     if isinstance(value, torch.Generator):
-        state = value.get_state()
-        yield lambda: value.set_state(state)
+        yield _Handle(
+            lambda: value.get_state().numpy(),
+            lambda state: value.set_state(torch.from_numpy(state)),
+            value.manual_seed,
+        )
     elif isinstance(value, random.Random):
-        held = value.getstate()
-        yield lambda: value.setstate(held)
+        yield _Handle(value.getstate, value.setstate, value.seed)
     elif isinstance(value, np.random.RandomState):
-        legacy = value.get_state()
-        yield lambda: value.set_state(legacy)
+        yield _Handle(value.get_state, value.set_state, value.seed)
     elif isinstance(value, np.random.Generator):
-        bits, numbers = value.bit_generator, value.bit_generator.state
-        yield lambda: setattr(bits, "state", numbers)
+        bits = value.bit_generator
+        yield _Handle(
+            lambda: bits.state,
+            lambda state: setattr(bits, "state", state),
+            partial(_seed_numbers, value),
+        )
     elif isinstance(value, dict):
         for part in list(value.values()):
             yield from _generators(part, seen, depth - 1)

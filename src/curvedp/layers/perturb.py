@@ -11,17 +11,26 @@ it, which padding is.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_with_path
 
-from curvedp.layers.synthetic import Batch, Synthesiser, is_mask
+from curvedp.layers.synthetic import Batch, Synthesiser, as_call, is_mask
 
-__all__ = ["KINDS", "PLAIN", "bits", "replaced", "varied"]
+__all__ = [
+    "KINDS",
+    "PLAIN",
+    "bits",
+    "replaced",
+    "taken_on_cpu",
+    "varied",
+    "without_finite",
+]
 
 #: What floating-point inputs of each kind of row are multiplied with. Only as they were
 #: made where a model may not take any number.
@@ -52,6 +61,52 @@ def replaced(
         else:
             other = varied(_alike(drawn, numbers, k), (kind,), k)
         yield rows, _where(rows, other, batch)
+
+
+def without_finite(batch: Batch) -> Iterator[tuple[Tensor, Batch]]:
+    """Every second row NaN; then the others infinite, and as large as numbers are.
+
+    Nothing where neither inputs nor targets are floating-point numbers.
+    """
+    numbers = torch.arange(_size(batch))
+
+    def other(path: Any, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or is_mask(path):
+            return x
+        kinds = (math.inf, -math.inf, torch.finfo(x.dtype).max)
+        large = torch.tensor(kinds, dtype=x.dtype)[numbers // 2 % len(kinds)]
+        values = torch.where(numbers % 2 == 0, math.nan, large)
+        return _for_rows(values, x).expand_as(x)
+
+    leaves = tree_flatten((batch.inputs, batch.targets))[0]
+    if not any(isinstance(x, Tensor) and x.is_floating_point() for x in leaves):
+        return
+    strange = Batch(
+        tree_map_with_path(other, batch.inputs),
+        tree_map_with_path(other, batch.targets),
+    )
+    for parity in (0, 1):
+        rows = numbers % 2 == parity
+        yield rows, _where(rows, strange, batch)
+
+
+def taken_on_cpu(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor] | None, batch: Batch
+) -> bool:
+    """Returns True if a copy of the model on the CPU takes the first rows."""
+
+    def brought(x: Any) -> Any:
+        return x[:2].cpu() if isinstance(x, Tensor) else x
+
+    try:
+        args, kwargs = as_call(tree_map(brought, batch.inputs))
+        with torch.no_grad():
+            output = copy.deepcopy(model).cpu()(*args, **kwargs)
+            if loss is not None:
+                loss(output, tree_map(brought, batch.targets))
+    except Exception:  # whatever it is, it would end a GPU's work
+        return False
+    return True
 
 
 def varied(batch: Batch, kinds: Sequence[float], seed: int = 0) -> Batch:

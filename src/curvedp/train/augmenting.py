@@ -16,10 +16,10 @@ from torch import Tensor
 
 from curvedp.errors import CouplingError
 from curvedp.layers import Batch, Synthesiser
-from curvedp.layers.generators import held_generators, seed_torch
+from curvedp.layers.generators import Generators
 from curvedp.layers.perturb import KINDS, PLAIN, bits, replaced, varied
 from curvedp.sampling import Views
-from curvedp.train.coupling import MOST_ROWS
+from curvedp.train.coupling import FEW_ROWS, MANY_STATES, MOST_ROWS
 from curvedp.train.datasets import moved
 
 __all__ = ["try_augmentation"]
@@ -60,18 +60,33 @@ def try_augmentation(
         except Exception:  # it is not for any numbers
             kinds = PLAIN
     batch = varied(drawn, kinds)
-    number = bits(units)
-    before = [_shown(views, batch.inputs, seed) for seed in range(number)]
-    if not _equal(before[0], _shown(views, batch.inputs, 0)):
+    once, again = (_shown(views, batch.inputs, 0) for _ in range(2))
+    if not _equal(once, again):
         raise CouplingError(
             f"the augmentation {views.name!r} makes other views of the same rows when "
             "it is called again: coupling of examples would hide under that",
             "draw from the generator that it is given, or from torch's global one",
         )
-    for k, (changed, mixed) in enumerate(replaced(batch, make, kinds)):
+    _refuse_mixed(views, batch, list(replaced(batch, make, kinds)), bits(units))
+    few = make(min(units, FEW_ROWS), torch.Generator().manual_seed(0))
+    try:
+        _shown(views, few.inputs, 0)
+        batch = varied(few, kinds)
+    except Exception:  # it is for portions of one size
+        pass
+    _refuse_mixed(views, batch, list(replaced(batch, make, kinds)), MANY_STATES)
+
+
+def _refuse_mixed(
+    views: Views, batch: Batch, changes: list[tuple[Tensor, Batch]], states: int
+) -> None:
+    """By turns from so many random states, for what is mixed in some of them."""
+    before = [_shown(views, batch.inputs, state) for state in range(states)]
+    for k in range(max(len(changes), states)):
+        changed, mixed = changes[k % len(changes)]
         kept = ~changed.repeat_interleave(views.count)
-        after = _shown(views, mixed.inputs, k // 2)
-        if not _equal(before[k // 2][kept], after[kept]):
+        after = _shown(views, mixed.inputs, k % states)
+        if not _equal(before[k % states][kept], after[kept]):
             raise CouplingError(
                 f"the augmentation {views.name!r} changes the views of one example "
                 "when another example of the batch changes",
@@ -82,15 +97,15 @@ def try_augmentation(
 
 def _shown(views: Views, inputs: Any, seed: int) -> Tensor:
     """Views of these inputs, from the same random state for the same seed."""
-    put_back = held_generators(views.augment)
     device = inputs.device if isinstance(inputs, Tensor) else torch.device("cpu")
     fixed = replace(views, generator=lambda *_: torch.Generator().manual_seed(seed))
+    generators = Generators(views.augment, device)
     with torch.random.fork_rng():
-        seed_torch(seed, device)
+        generators.seed(seed)
         try:
             shown = fixed.expand(inputs, 0, 0)
         finally:
-            put_back()
+            generators.put_back()
     assert isinstance(shown, Tensor)  # or making views of it would have failed
     return shown.cpu()
 

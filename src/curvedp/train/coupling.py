@@ -6,8 +6,12 @@ pass. So the run's own pass is made on synthetic rows: with its physical batch s
 precision, device and mode. Half of the rows get other contents, by the bits of their
 numbers (:mod:`curvedp.layers.perturb`), and what is clipped of the *other* half (``a``
 and ``d``, so error signals as well as outputs) has to stay what it was. These are
-``2 ceil(log2 B)`` passes, all from the same random state, buffers and generators; by
-turns from one of three random states, for what is mixed in some passes only.
+``2 ceil(log2 B)`` passes, from the same buffers and the same random state as the pass
+that they are compared with. A model that draws is seen from another state for each bit,
+and eight rows of it from :data:`MANY_STATES`, for what is mixed in some passes only.
+
+In two more passes half of the rows are not finite: what is multiplied with 0 (a mask, a
+one-hot matrix) lets NaN through, and nothing else.
 
 Two equal passes come first. A model in which they differ has randomness or state of its
 own, under which coupling would hide, and is refused.
@@ -21,6 +25,7 @@ is measured, and stands in the statement.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -31,13 +36,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from curvedp.errors import ConfigurationError, CouplingError
+from curvedp.errors import ConfigurationError, CouplingError, CurvedpError
 from curvedp.layers import Batch, Coverage, PerExampleLoss, Synthesiser
 from curvedp.layers.compare import traced
 from curvedp.layers.coverage import undisturbed
 from curvedp.layers.direct import float_tensors
-from curvedp.layers.generators import held_generators, seed_torch
+from curvedp.layers.generators import Generators
 from curvedp.layers.perturb import KINDS, PLAIN, bits, replaced, varied
+from curvedp.layers.perturb import taken_on_cpu, without_finite  # isort: skip
 from curvedp.layers.sketch import (
     LayerSketch,
     RowSketch,
@@ -63,8 +69,9 @@ ROUNDED_SHORT = 4.0
 #: The coarsest that anything is computed in: bfloat16. What is kept shorter is not.
 EPS_OF_SHORT = 2.0**-7
 
-#: Random states that passes begin with.
-STATES = 3
+#: Random states that passes of few rows begin with where passes draw, for what is mixed
+#: in some passes only: once in 20 is missed once in 26 times.
+MANY_STATES, FEW_ROWS = 64, 8
 
 #: Seconds that the passes may take without a word.
 PATIENCE = 5.0
@@ -112,6 +119,7 @@ class CouplingCheck:
         self.rows = min(rows, MOST_ROWS)
         self.effect = 0.0
         self._physical = rows
+        self._coverage = coverage
         self._model = model
         self._synthesise = synthesise
         self._loss = loss
@@ -166,19 +174,17 @@ class CouplingCheck:
         self._allowed = self._rounding()
         self._sketcher = Sketcher(self.rows, self._device)
         self._point = perturbed_parameters(self._model, seed=0)
-        generators = held_generators(self._model)
-
-        def put_back() -> None:
-            state.rewind()
-            generators()
-
-        self._put_back = put_back
+        self._generators = Generators(self._model, self._device)
+        self._state, self._draws = state, False
         try:
             with torch.enable_grad():
                 batch, references = self._begun()
                 self._compare(batch, references)
+                self._try_without_finite(batch, references[0])
+                if self._draws:
+                    self._few()._try_states()
         finally:  # as many bytes as the model has
-            del self._sketcher, self._point, self._put_back
+            del self._sketcher, self._point, self._generators, self._state
 
     def _rounding(self) -> float:
         """Distance that counts as rounding, in C."""
@@ -191,9 +197,9 @@ class CouplingCheck:
             if d.is_floating_point
         )
 
-    def _begun(self) -> tuple[Batch, list[_Passed]]:
+    def _begun(self) -> tuple[Batch, dict[int, _Passed]]:
         """Rows of which all has a finite gradient, if possible; passes over them."""
-        found: tuple[Batch, list[_Passed]]
+        found: tuple[Batch, dict[int, _Passed]]
         drawn = self._synthesise(self.rows, torch.Generator().manual_seed(0))
         for kinds in dict.fromkeys((self._kinds, PLAIN)):
             self._kinds = kinds
@@ -204,7 +210,7 @@ class CouplingCheck:
                 if kinds == PLAIN:
                     raise
                 continue  # inputs of this model are not any numbers
-            found = batch, [first]
+            found = batch, {0: first}
             if bool(_finite(first).all()):
                 break
         if not bool(_finite(first).any()):
@@ -215,17 +221,16 @@ class CouplingCheck:
             )
         batch, references = found
         self._refuse_different(batch, first, self._passed(batch, 0))
-        states = min(STATES, bits(self.rows))
-        for state in range(1, states):
-            references.append(self._passed(batch, state))
-            _finite(references[-1])  # its tensors need not wait
         return batch, references
 
-    def _compare(self, batch: Batch, references: list[_Passed]) -> None:
+    def _compare(self, batch: Batch, references: dict[int, _Passed]) -> None:
         began, patience = time.monotonic(), PATIENCE
         every = replaced(batch, self._synthesise, self._kinds)
         for number, (rows, mixed) in enumerate(every):
-            state = number // 2 % len(references)
+            state = number // 2 * self._draws
+            if state not in references:
+                references[state] = self._passed(batch, state)
+                _finite(references[state])  # its tensors need not wait
             passed = self._passed(mixed, state, rows)
             if self._apart(references[state], passed, ~rows):
                 self._refuse_coupled(batch, mixed, rows, state)
@@ -237,13 +242,61 @@ class CouplingCheck:
                     *(self.rows, number + 1, 2 * bits(self.rows), taken),
                 )
 
+    def _try_without_finite(self, batch: Batch, reference: _Passed) -> None:
+        """Refuse a model in which a row that is not finite reaches others."""
+        for rows, mixed in without_finite(batch):
+            gpu = self._device.type != "cpu"  # on which an assertion ends it all
+            if gpu and not taken_on_cpu(self._model, self._loss, mixed):
+                continue
+            try:
+                passed = self._passed(mixed, 0, rows)
+            except CurvedpError:
+                raise
+            except Exception:  # its own assertion: it says no to such rows
+                continue
+            if self._apart(reference, passed, ~rows):
+                run, strange = partial(self._passed, batch, 0), (mixed, 0, rows)
+                where = self._first(run, partial(self._passed, *strange), ~rows)
+                raise CouplingError(
+                    "a row that is not finite reaches others through "
+                    f"{where or 'the loss, or the backward pass'}: one with NaN or "
+                    f"infinity changes what is clipped of another one, with "
+                    f"{self.rows} rows",
+                    "begin forward with torch.nan_to_num(x, 0, 0, 0).clamp(-1e4, 1e4), "
+                    "or index rows instead of multiplying them with 0; ask of no "
+                    "batch whether all of it is finite",
+                )
+
+    def _few(self) -> CouplingCheck:
+        """The same check with few rows."""
+        few = copy.copy(self)
+        few.rows = min(self.rows, FEW_ROWS)
+        few._sketcher = Sketcher(few.rows, self._device)
+        few._pass = RecordedPass(
+            *(self._model, self._coverage, few._watched),
+            rows=few.rows,
+            precision=self._precision,
+        )
+        return few
+
+    def _try_states(self) -> None:
+        """Refuse a model that mixes rows from some random states."""
+        drawn = self._synthesise(self.rows, torch.Generator().manual_seed(0))
+        batch = varied(drawn, self._kinds)
+        changes = list(replaced(batch, self._synthesise, self._kinds))
+        for state in range(MANY_STATES):
+            rows, mixed = changes[state % len(changes)]
+            before = self._passed(batch, state)
+            if self._apart(before, self._passed(mixed, state, rows), ~rows):
+                self._refuse_coupled(batch, mixed, rows, state)
+
     def _passed(
         self, batch: Batch, state: int, changed: Tensor | None = None
     ) -> _Passed:
         """A pass, from the same state as every other with this number."""
         self._changed = changed
-        seed_torch(state, self._device)
         self._put_back()  # making up a batch may run the model
+        self._generators.seed(state)
         try:
             ios, _ = self._pass(
                 batch.inputs,
@@ -251,11 +304,16 @@ class CouplingCheck:
                 point=self._point,
                 keep_inputs=self._keep_inputs,
             )
+            self._draws = self._draws or self._generators.drawn()
         finally:
             self._put_back()
         outputs, losses = self._seen
         layers = {io.name: self._sketcher.layer(io) for io in ios}
         return _Passed(outputs, losses, layers)
+
+    def _put_back(self) -> None:
+        self._state.rewind()
+        self._generators.put_back()
 
     def _watched(self, output: Any, targets: Any) -> Tensor:
         """Losses of the examples; they and the outputs are noted."""
