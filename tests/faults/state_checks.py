@@ -9,6 +9,7 @@ from torch import nn
 
 from curvedp.errors import CouplingError, LoopError
 from curvedp.layers import contents
+from curvedp.layers.state import State
 
 from .cases import attach, examples, linear, train
 from .checking import refused
@@ -58,8 +59,15 @@ def as_on_a_gpu(copied):
     return torch.stack([(x != y).any() for x, y in pairs]).any()
 
 
+#: As after a first step in which no cache or counter moved.
+STILL = property(lambda state: True, lambda state, value: None)
+
+
 def weight_written_in_a_pass_on_a_gpu_is_refused():
-    with patch.object(contents._Copied, "differs", as_on_a_gpu):
+    with (
+        patch.object(contents._Copied, "differs", as_on_a_gpu),
+        patch.object(State, "_still", STILL, create=True),
+    ):
         frozen_weight_written_in_a_pass_is_refused()
 
 

@@ -28,9 +28,10 @@ from curvedp.errors import (
 )
 from curvedp.layers import contents
 from curvedp.layers.state import State
+from curvedp.testing.neighbours import _Told
 
 from ..faults.cases import attach, examples, train
-from ..faults.state_checks import as_on_a_gpu
+from ..faults.state_checks import STILL, as_on_a_gpu
 
 ROWS, FEATURES = 24, 4
 #: Nothing that training releases at this noise is near it.
@@ -277,6 +278,7 @@ def test_what_a_forward_pass_writes_is_put_back_and_refused(write, loop):
 @pytest.mark.parametrize("write", WEIGHTS, ids=lambda w: w.__name__)
 def test_on_a_gpu_the_answer_comes_before_the_payment(write, loop, monkeypatch):
     monkeypatch.setattr(contents._Copied, "differs", as_on_a_gpu)
+    monkeypatch.setattr(State, "_still", STILL, raising=False)
     late, settle = [], State.settle
 
     def noted(state, written):
@@ -533,3 +535,52 @@ def test_make_private_leaves_the_model_as_it_was():
     assert not hasattr(model, "last")
     train(private)
     assert not hasattr(model, "last")
+
+
+class Counts(nn.Module):
+    """Counts its calls, and those in which all is in order, in three places."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.utils.spectral_norm(nn.Linear(FEATURES, 3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("good", torch.zeros((), dtype=torch.long))
+        self.number, self.table = 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        if bool(torch.isfinite(x).all()):
+            self.good += 1
+            self.number += 1
+            self.table = self.table or {"rows": len(x)}
+        return self.head(x)
+
+
+def counted(present, value=0.0):
+    """What a model holds after a step over these records, of which 3 has a value."""
+    data = examples(ROWS, FEATURES)
+    data.tensors[0][3] = value
+    model = Counts()
+    private = attach(data, model, noise_multiplier=50.0, steps=1)
+    before = model.state_dict()["head.weight_u"].clone()
+    with pytest.MonkeyPatch.context() as patch:
+        own = private._engine._loader
+        told = _Told(own._sampler, list(range(present)))
+        patch.setattr(own, "_sampler", told)
+        train(private)
+    held = model.state_dict()
+    assert not torch.equal(held["head.weight_u"], before)
+    numbers = int(held["calls"]), int(held["good"]), model.number, model.table
+    return *numbers, held["head.weight_u"].tolist()
+
+
+def test_counters_and_caches_move_once_a_step_however_many_its_portions():
+    one = counted(8)
+    assert one[:4] == (1, 1, 1, {"rows": 8})
+    assert counted(9) == counted(24) == counted(0) == one
+
+
+def test_a_counter_that_stands_still_tells_of_no_record():
+    bad = float("nan")
+    assert counted(8, bad) == counted(24, bad) == counted(8)

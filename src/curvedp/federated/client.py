@@ -133,16 +133,17 @@ class Client:
             shared.coverage.activation_bytes,
             next(iter(shared.parameters.values())).device.type,
         )
+        self._state = State(
+            shared.model,
+            shared.coverage.written_anew,
+            synthesiser_like(shared.template, shared.model),
+        )
         self._pass = RecordedPass(
             shared.model,
             shared.coverage,
             shared.loss,
             rows=self._loader.physical_batch_size,
-            state=State(
-                shared.model,
-                shared.coverage.written_anew,
-                synthesiser_like(shared.template, shared.model),
-            ),
+            state=self._state,
         )
         shared.require_uncoupled(self._loader.physical_batch_size)
         folder = None if run_dir is None else Path(run_dir)
@@ -286,6 +287,7 @@ class Client:
         whitener = shared.whitener_at(task.round, task.whitened_at)
         device = next(iter(shared.parameters.values())).device
         pending: ClippedSum | None = None
+        self._state.end_step()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             # dropout belongs to rows, and rows move where a record is missing: nobody
             # may know its draws, and the global generator may have a public seed

@@ -12,7 +12,10 @@ after it, and what is another then was
   pass is back;
 - *a cache or a counter* (the vectors of a spectral norm, a table of rotations, a
   mask). A pass over synthetic rows, begun with the same state and the same random
-  numbers, leaves the same bits: these stay, and they are those of the synthetic pass;
+  numbers, leaves the same bits. In the first portion of a step what the synthetic pass
+  leaves stays, also where the private pass left nothing: that it did not count is a
+  bit about its rows. In later portions what stood there before comes back, so nothing
+  tells how many portions a step had;
 - anything else. It is put back, then the pass is refused.
 
 Weights are part of it: they are compared over the whole pass, the backward pass
@@ -89,6 +92,9 @@ class State:
         self._own: list[Place] = []
         self._random: RandomState | None = None
         self._looked_within = False  # a pass; what it left has not been told of
+        self._advanced = False  # in this step, as a synthetic pass does
+        self._still = False  # the last synthetic pass of a step moved nothing
+        self._due: dict[Spot, Hashable] = {}  # explained, and goes with the pass
 
     # -- around a pass ----------------------------------------------------------------
 
@@ -113,8 +119,14 @@ class State:
         self._said = [(m, w, _said(m)) for m, w in self._found.speaking]
         self._random = random_state(self._devices) if runs else None
         self.is_open = True
+        self._due = {}
         scanned, self._looked_within = scanned or self._looked_within, False
+        self._still = self._still and not scanned
         return scanned
+
+    def end_step(self) -> None:
+        """After a step: caches and counters may move once in the next one."""
+        self._advanced = False
 
     def rewind(self) -> None:
         """Put back what was there at the last look, but for weights and hooks."""
@@ -128,6 +140,8 @@ class State:
     ) -> None:
         """Refuse what the forward pass left, unless it may stay or will go.
 
+        In the first pass of a step caches and counters move, whatever it left.
+
         Args:
             args: of the pass; what is synthetic has their shapes.
             kwargs: likewise.
@@ -136,7 +150,9 @@ class State:
         Raises:
             CouplingError: with everything put back before.
         """
-        if not self._foreign(self.spots(weights=False)):
+        moves = not (self._advanced or self._still) and self._random is not None
+        moves = moves and self._synthesise is not None
+        if not moves and not self._foreign(self.spots(weights=False)):
             return  # what the weights hold is looked at when the pass is over
         left = self._foreign(self.spots())
         if any(spot[0] in ("weights", "_parameters") for spot in left):
@@ -144,15 +160,23 @@ class State:
         bits = {spot: self.bits(spot) for spot in left}
         kept = self.kept_anew()
         self.restore(weights=False)
-        if not self._explained(bits, args, kwargs, point or {}):
+        if not self._explained(bits, args, kwargs, point or {}) and left:
             self.refuse(left)
+        if self._advanced:  # the backward pass may use what stands there
+            self._due = bits
+            self._restore_anew()
+            kept()
+            return
+        moved = self._foreign(self.spots())
+        self._advanced, self._still = True, not moved
         self._restore_anew()
-        weights = self._weights, self._own
-        self._look()
-        self._looked_within = True
-        self._weights, self._own = weights  # as they were before the pass
-        self._others.hold()
-        self._said = [(m, w, _said(m)) for m, w in self._found.speaking]
+        if moved:
+            weights = self._weights, self._own
+            self._look()
+            self._looked_within = True
+            self._weights, self._own = weights  # as they were before the pass
+            self._others.hold()
+            self._said = [(m, w, _said(m)) for m, w in self._found.speaking]
         kept()
 
     def close_later(self, *, quietly: bool = False, ran: bool = True) -> list[Flag]:
@@ -166,6 +190,9 @@ class State:
             Flags of what was written to, for :meth:`settle`, which is due next.
         """
         if not self.is_open:
+            return []
+        if self._due:
+            self.close(quietly=quietly)
             return []
         others, weights = self._others.differences(), self._weights.differences()
         flags = [*others, *weights]
@@ -196,7 +223,11 @@ class State:
         self.is_open = False
         self._leave_modes()
         spots = self.spots(printed=True)
-        left = self._foreign(spots)
+        left = {
+            spot: where
+            for spot, where in self._foreign(spots).items()
+            if spot not in self._due or self.bits(spot) != self._due[spot]
+        }
         hard = {s: w for s, w in left.items() if s[0] in ("weights", "others", "said")}
         if hard or (left and not quietly):
             self.refuse(hard or left)
@@ -424,10 +455,15 @@ class State:
         kwargs: dict[str, Any],
         point: Mapping[str, Tensor],
     ) -> bool:
-        """Whether a synthetic pass from the same state leaves the same bits."""
+        """Whether a synthetic pass from the same state leaves the same bits.
+
+        What stays must not depend on what the private pass left: of the first pass of
+        a step it is that of as many rows, and it may be more.
+        """
         if self._synthesise is None or self._random is None:
             return False
-        for rows in dict.fromkeys((FEW, rows_of((args, kwargs)))):
+        full = rows_of((args, kwargs))
+        for rows in dict.fromkeys((FEW, full) if self._advanced else (full,)):
             given = synthetic_like(self._model, self._synthesise, (args, kwargs), rows)
             self.restore(weights=False)  # to make them may take a pass
             if given is None:
@@ -439,8 +475,9 @@ class State:
                     self.restore(weights=False)
                     continue
             left = self._foreign(self.spots())
-            if left.keys() == bits.keys() and all(
-                self.bits(spot) == bits[spot] for spot in left
+            more = left.keys() - bits.keys()
+            if (not more or not self._advanced) and all(
+                spot in left and self.bits(spot) == bits[spot] for spot in bits
             ):
                 return True
             self.restore(weights=False)

@@ -434,3 +434,4 @@ class Engine(Releasing):
 
     def _forget(self) -> None:
         self._open = _Open()
+        self.attached.state.end_step()
