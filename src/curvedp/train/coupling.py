@@ -43,6 +43,7 @@ from curvedp.layers.coverage import undisturbed
 from curvedp.layers.direct import float_tensors
 from curvedp.layers.generators import Generators
 from curvedp.layers.perturb import KINDS, PLAIN, bits, replaced, varied
+
 from curvedp.layers.perturb import taken_on_cpu, without_finite  # isort: skip
 from curvedp.layers.sketch import (
     LayerSketch,
