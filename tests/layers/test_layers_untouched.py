@@ -17,6 +17,7 @@ from torch import nn
 
 from curvedp.errors import ConfigurationError, CouplingError, LoopError
 from curvedp.layers import Recording, cover, synthesiser_like
+from curvedp.layers.coverage import set_training_mode, undisturbed
 
 # -- buffers --------------------------------------------------------------------------
 
@@ -87,6 +88,30 @@ def test_covering_leaves_model_and_random_state_alone(training, broken):
         covered(model, 5)
     assert_same(model, before)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Resting(nn.Sequential):
+    """Leaves its first layer in evaluation mode, and counts nothing else."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_that_is_checked_is_the_one_that_the_model_trains_in(training):
+    norm = nn.BatchNorm1d(5, affine=False).eval()
+    model = Resting(nn.Dropout(0.5), norm, nn.Linear(5, 3), nn.Dropout(0.1))
+    for module in model.modules():
+        module.training = training and module is not norm
+    before = snapshot(model)
+    with undisturbed(model):
+        modes = [module.training for module in model.modules()]
+    assert modes == [True, False, False, True, True]
+    assert_same(model, before)
+    set_training_mode(model)
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_a_recorded_pass_leaves_the_model_alone():

@@ -30,8 +30,8 @@ from curvedp.layers import (
     as_call,
     synthesiser_like,
 )
+from curvedp.layers.coverage import set_training_mode
 from curvedp.train import per_example_loss
-from curvedp.train.wrapped import set_training_mode
 
 __all__ = ["diagnose"]
 

@@ -31,7 +31,7 @@ from curvedp.layers.state import State
 from curvedp.layers.synthetic import Synthesiser
 from curvedp.layers.verify import PerExampleLoss, perturbed_parameters, verify
 
-__all__ = ["Coverage", "PerExampleLoss", "cover", "undisturbed"]
+__all__ = ["Coverage", "PerExampleLoss", "cover", "set_training_mode", "undisturbed"]
 
 
 #: Wrappers that exchange gradients by hooks of their own. By name: most of them cannot
@@ -125,6 +125,21 @@ def cover(
     return Coverage(tuple(covered), held, anew)
 
 
+def set_training_mode(model: nn.Module, mode: bool = True) -> None:
+    """``model.train(mode)``, as the model has it, but a frozen BatchNorm stays so.
+
+    One in evaluation mode was accepted because it is in that mode.
+    """
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.training
+    ]
+    model.train(mode)
+    for norm in norms:
+        norm.training = False
+
+
 @contextmanager
 def undisturbed(model: nn.Module, *, train: bool = True) -> Iterator[State]:
     """Training mode for the checks; all that the model holds comes back after.
@@ -136,14 +151,16 @@ def undisturbed(model: nn.Module, *, train: bool = True) -> Iterator[State]:
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):
         try:
-            for module in modes if train else ():
-                # a frozen BatchNorm was accepted because it is in evaluation mode
-                if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.training = True
+            if train:
+                set_training_mode(model)
             state.open(weights=False)
-            yield state
+            try:
+                yield state
+            finally:
+                state.rewind()
         finally:
-            state.rewind()
+            if train and not modes[model]:
+                model.train(False)
             for module, mode in modes.items():
                 module.training = mode
 

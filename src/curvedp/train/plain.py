@@ -8,8 +8,8 @@ import torch
 
 from curvedp.errors import withheld
 from curvedp.layers import as_call
+from curvedp.layers.coverage import set_training_mode
 from curvedp.train.datasets import TrainingData, moved
-from curvedp.train.wrapped import set_training_mode
 
 if TYPE_CHECKING:
     from curvedp.train.trainer import Trainer

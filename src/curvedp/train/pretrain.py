@@ -20,6 +20,7 @@ from curvedp.barrier import Provenance
 from curvedp.curvature.products import evaluated
 from curvedp.errors import ConfigurationError
 from curvedp.layers import PerExampleLoss, as_call
+from curvedp.layers.coverage import set_training_mode
 from curvedp.noise import RandomStreams, Stream
 from curvedp.probes import Probe, PublicProbe
 from curvedp.recipes import Pretraining, Recipe
@@ -28,7 +29,6 @@ from curvedp.train.checkpoint import checkpoint_folders
 from curvedp.train.contrast import Contrast
 from curvedp.train.datasets import moved
 from curvedp.train.tensors import read_tensors, write_tensors
-from curvedp.train.wrapped import set_training_mode
 
 __all__ = ["PublicStart", "pretrain", "public_examples"]
 

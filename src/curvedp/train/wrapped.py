@@ -9,16 +9,10 @@ import torch
 from torch import nn
 
 from curvedp.errors import withheld
+from curvedp.layers.coverage import set_training_mode
 from curvedp.train.engine import Engine
 
-__all__ = ["PrivateLoader", "PrivateModel", "set_training_mode"]
-
-
-def set_training_mode(model: nn.Module, mode: bool = True) -> None:
-    """``model.train(mode)``, but a BatchNorm, accepted as frozen, stays frozen."""
-    for module in model.modules():
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.training = mode
+__all__ = ["PrivateLoader", "PrivateModel"]
 
 
 class PrivateModel(nn.Module):
