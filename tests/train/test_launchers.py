@@ -19,6 +19,7 @@ from ..federated.worlds import World
 from .loops import small_net
 
 NAMES = ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+NAMES += ["PMIX_SIZE", "MV2_COMM_WORLD_SIZE", "PALS_NRANKS", "JSM_NAMESPACE_SIZE"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -36,7 +36,16 @@ _OF_A_CLIENT = ("flwr.clientapp.", "flwr.client.", "flwr.compat.client.")
 
 #: By which torchrun, srun, mpirun and Hydra say how many processes they started.
 #: SLURM_NTASKS is that of an allocation, which a single process within it has too.
-_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_SIZES = (
+    "WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "PMIX_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PALS_NRANKS",
+    "JSM_NAMESPACE_SIZE",
+)
 _SAY_SO = "say independent_process=True: their epsilons add up, and ledgers say so"
 _AGAIN = "make the change first, then call make_private (with a new optimiser)"
 
