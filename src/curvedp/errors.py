@@ -129,6 +129,8 @@ _LIBRARIES = tuple(
     }
 )
 _OURS = str(Path(__file__).parent)
+#: With this torch begins to say how much memory there was not.
+_ALLOCATORS = ("CUDA out of memory", "DefaultCPUAllocator")
 
 
 def private_text_shown() -> bool:
@@ -217,6 +219,10 @@ def _told(what: str, error: BaseException) -> CurvedpError | None:
         if not private_text_shown():
             error.__cause__ = error.__context__ = None
             error.__dict__.pop("__notes__", None)
+            if not isinstance(error, CurvedpError | SystemExit) and not str(
+                error
+            ).startswith(_ALLOCATORS):
+                error.args = ()  # a text of the user's, or a worker's traceback
             if isinstance(error, CurvedpError) and error.__traceback__ is not None:
                 error.__traceback__.tb_next = None  # frames whose variables are records
         return None

@@ -232,6 +232,9 @@ SEAMS = {
         lambda _: attach(Rows(), people=[Unhashable()] * 8, examples_per_person=2)
     ],
     "augment": [lambda _: train(attach(Rows(), augment=lambda x, _: fail(x)))],
+    "prepare=": [
+        lambda _: train(attach(Rows(), prepare=lambda b: fail_if_large(b[0]) or b))
+    ],
     "private.model": [
         lambda _: train(attach(Rows(), Failing())),
         lambda _: attach(Rows(), Failing()).model.eval()(Rows().x),
@@ -319,11 +322,45 @@ def test_what_a_caller_goes_by_keeps_its_type(capfd, error):
             try:
                 fail(NUMBER)
             except KeyError:
-                raise error(*([TEXT] if error is SystemExit else [])) from None
+                raise error(TEXT) from None
 
     text, found = said(call, capfd)
     assert_silent(text)
     assert type(found) is error and found.__context__ is None
+
+
+def test_how_much_memory_there_was_not_is_told():
+    said_by_torch = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"),
+        withheld("it"),
+    ):
+        raise torch.OutOfMemoryError(said_by_torch)
+
+
+class OutOfMemory(Rows):
+    def __getitem__(self, row):
+        if row:
+            raise MemoryError(TEXT)
+        return super().__getitem__(row)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_memory_that_ends_in_a_dataset_tells_no_record(capfd, workers):
+    text, error = said(lambda: with_workers(workers, OutOfMemory()), capfd)
+    assert_silent(text)
+    assert type(error) is MemoryError and not str(error)
+
+
+def test_a_key_made_of_a_records_text_is_not_quoted(capfd):
+    def keyed(rows):
+        batch = torch.utils.data.default_collate(rows)
+        key = TEXT if any(x.abs().max() > 1e6 for x, _ in rows) else "input"
+        return {key: batch[0]}, batch[1]
+
+    text, error = said(lambda: with_workers(0, collate_fn=keyed), capfd)
+    assert_silent(text)
+    assert isinstance(error, DataError) and "(number 1 of the batch)" in error.problem
 
 
 def test_an_error_of_ours_passes_as_it_is(capfd):

@@ -167,7 +167,8 @@ class PhysicalLoader:
                 data = self._views.expand(data, step, start)
             data = self._placed(data, places)
             if self._prepare is not None:
-                data = prepared(self._prepare, data, self._physical)
+                with withheld("prepare="):
+                    data = prepared(self._prepare, data, self._physical)
             yield PhysicalBatch(data, present, step, completes)
 
     def _rows(self, units: Rows, step: int) -> tuple[Rows, Tensor | int]:

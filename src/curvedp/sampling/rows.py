@@ -145,11 +145,13 @@ class RowCollate:
         """A batch of the run."""
         batch = as_dicts(self.collate(examples))
         expected = self._expected
-        for place, x in tensors_of(batch):
+        for number, (place, x) in enumerate(tensors_of(batch), 1):
             if place not in expected or x.dim() != expected[place].dim():
+                # a key may be a record's text, unless it was there in the trial
+                told = place if place in expected else f"(number {number} of the batch)"
                 raise DataError(
-                    f"the collate function gave a tensor {place or ''} that it did not "
-                    "give when it was tried",
+                    f"the collate function gave a tensor {told} that it did not give "
+                    "when it was tried",
                     "return the same tensors for all examples, or " + _SAMPLE,
                 )
             if x.shape[0] != len(examples):
