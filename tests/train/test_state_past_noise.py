@@ -6,9 +6,13 @@ the bound, a model that holds that mean after a step holds the data.
 
 from __future__ import annotations
 
+import array
 import copy
+import functools
 import io
-from collections import deque
+import sys
+import warnings
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -21,12 +25,15 @@ from torch.utils.data import TensorDataset
 from curvedp import Trainer, make_private
 from curvedp.errors import (
     CouplingError,
+    CoverageError,
     CurvedpError,
     LedgerError,
     LoopError,
     UserCodeError,
 )
 from curvedp.layers import contents
+from curvedp.layers import held as holding
+from curvedp.layers.coverage import undisturbed
 from curvedp.layers.state import State
 from curvedp.testing.neighbours import _Told
 
@@ -52,11 +59,48 @@ class Holder:
     seen: list = field(default_factory=list)
 
 
+def compressed(layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch may change them
+        size = ((2, 2),) if layout == "_bsr" else ()
+        return getattr(torch.eye(FEATURES), f"to_sparse{layout}")(*size)
+
+
+class Key:
+    """A key of a dictionary, with attributes."""
+
+
 class Slotted:
     __slots__ = ("last",)
 
     def __init__(self):
         self.last = None
+
+
+class Row(tuple):
+    """May have attributes."""
+
+
+class Raw(bytearray):
+    """Has a dictionary, and bytes besides."""
+
+
+class Numbers(array.array):
+    """Likewise."""
+
+
+class Meter(Holder):
+    """Of a module whose name merely begins like one that is left alone."""
+
+
+Meter.__module__ = "logging_utils"
+sys.modules["logging_utils"] = SimpleNamespace(Meter=Meter)
+
+
+def objects(value=None):
+    made = np.empty(1, dtype=object)
+    made[0] = value
+    return made
 
 
 class Keeps(nn.Module):
@@ -71,7 +115,10 @@ class Keeps(nn.Module):
         self.register_buffer("hidden", torch.zeros(FEATURES), persistent=False)
         self.code = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
         for name, value in held.items():
-            setattr(self, name, value)
+            if name == "sparse":
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
         self.write, self.told = write, False
 
     def forward(self, x):
@@ -172,6 +219,73 @@ def in_bytes(m, mean):
     m.raw[:] = mean.numpy().tobytes()
 
 
+def in_an_object_array(m, mean):
+    m.objects[0] = mean
+
+
+def within_an_object_array(m, mean):
+    m.objects[0].data.copy_(mean)
+
+
+def on_a_tuple(m, mean):
+    m.row.last = mean
+
+
+def on_a_partial(m, mean):
+    m.call.last = mean
+
+
+def in_a_partials_function(m, mean):
+    m.call.func.__self__.last = mean
+
+
+def in_a_file(m, mean):
+    m.file.seek(0)
+    m.file.write(mean.numpy().tobytes())
+
+
+def in_a_text(m, mean):
+    m.text.write(str(mean))
+
+
+def in_bytes_of_a_kind(m, mean):
+    m.raw[:] = mean.numpy().tobytes() * 2
+
+
+def in_numbers_of_a_kind(m, mean):
+    m.numbers.append(float(mean[0]))
+
+
+def in_an_order(m, mean):
+    if mean[0] > MARK / 2:
+        m.order.move_to_end("a")
+
+
+def in_a_meter(m, mean):
+    m.meter.last = mean
+
+
+def on_a_key(m, mean):
+    next(iter(m.table)).last = mean
+
+
+def in_sparse_values(m, mean):
+    m.sparse._values().copy_(mean)
+
+
+def in_sparse_indices(m, mean):
+    if mean[0] > MARK / 2:
+        m.sparse._indices()[0, 0] = 1
+
+
+def in_a_sparse_tensor(m, mean):
+    m.sparse.copy_(torch.diag(mean).to_sparse())
+
+
+def in_compressed_rows(m, mean):
+    m.sparse.values().fill_(mean[0])
+
+
 def in_a_holder(m, mean):
     m.holder.last = mean
 
@@ -213,6 +327,21 @@ WAYS = {
     nested: {"nest": {"a": ([{"b": (0, [])}],)[0]}},
     in_an_array: {"array": np.zeros(FEATURES, np.float32)},
     in_bytes: {"raw": bytearray(4 * FEATURES)},
+    in_an_object_array: {"objects": objects()},
+    within_an_object_array: {"objects": objects(torch.zeros(FEATURES))},
+    on_a_tuple: {"row": Row((1,))},
+    on_a_partial: {"call": functools.partial(len)},
+    in_a_partials_function: {"call": functools.partial(Holder().__eq__)},
+    in_a_file: {"file": io.BytesIO(b"long enough to be written over in part")},
+    in_a_text: {"text": io.StringIO("a\r\nb")},
+    in_bytes_of_a_kind: {"raw": Raw(4 * FEATURES)},
+    in_numbers_of_a_kind: {"numbers": Numbers("f", [0.0])},
+    in_an_order: {"order": OrderedDict(a=1, b=2)},
+    in_a_meter: {"meter": Meter()},
+    on_a_key: {"table": {Key(): 1}},
+    in_sparse_values: {"sparse": torch.eye(FEATURES).to_sparse()},
+    in_sparse_indices: {"sparse": torch.eye(FEATURES).to_sparse()},
+    in_a_sparse_tensor: {"sparse": torch.eye(FEATURES).to_sparse()},
     in_a_holder: {"holder": Holder()},
     in_a_holders_list: {"holder": Holder()},
     in_a_namespace: {"space": SimpleNamespace(inner=SimpleNamespace())},
@@ -500,6 +629,34 @@ def test_extra_state_that_cannot_be_stored_is_refused_when_attached(tmp_path):
 
     with pytest.raises(CurvedpError, match="set in the state"):
         private_of(Remembers(None), run_dir=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_cannot_be_watched_is_refused_by_name(monkeypatch):
+    lists = Keeps(None, nest=[[k] for k in range(40)])
+    monkeypatch.setattr(holding, "MOST", 30)
+    for model, words in (
+        (lists, "more than 30 Python containers"),
+        (Keeps(None, head=nn.LazyLinear(3)), "has no shape yet"),
+        (Keeps(None, bag=torch.nested.nested_tensor([torch.ones(2)])), "'bag'"),
+    ):
+        with pytest.raises(CoverageError, match=words):
+            State(model).open()
+        with pytest.raises(CoverageError, match=words), undisturbed(model):
+            pass
+
+
+@pytest.mark.parametrize("layout", ["", "_csr", "_bsr"])
+def test_a_sparse_buffer_of_the_models_trains(layout):
+    eye = torch.eye(FEATURES)
+    write = in_sparse_values if layout == "" else in_compressed_rows
+    model = Keeps(write, sparse=compressed(layout))
+    train(private_of(model))
+    private = private_of(model)
+    model.told = True
+    with pytest.raises(CouplingError, match="'sparse'"):
+        by_loop(private)
+    assert torch.equal(model.sparse.to_dense(), eye)
 
 
 def test_a_bit_is_seen_wherever_it_is():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from curvedp.layers.held import missing
+from curvedp.layers.parts import parts_of
 
 __all__ = [
     "Flag",
@@ -37,7 +38,10 @@ def bits_of(value: object, seen: tuple[int, ...] = ()) -> Hashable:
     seen = (*seen, id(value))
     if isinstance(value, Tensor):
         held = value.detach()
-        if held.is_sparse or held.is_quantized or held.device.type == "meta":
+        parts = parts_of(held)
+        if parts is not None:
+            return kind, tuple(held.shape), tuple(bits_of(p) for p in parts)
+        if held.is_quantized or held.device.type == "meta":
             return kind, str(held)
         flat = held.cpu().contiguous().view(-1)
         raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from curvedp.layers.capture import Recording
 from curvedp.layers.covered import Covered
+from curvedp.layers.parts import parts_of
 from curvedp.layers.synthetic import Synthesiser, as_call
 
 __all__ = ["activation_bytes"]
@@ -30,7 +31,7 @@ def activation_bytes(
     and buffers, which are there anyway, not at all.
     """
     owned = [*model.parameters(), *model.buffers(), *parameters.values()]
-    known = {_storage(t) for t in owned}
+    known = {_storage(part) for t in owned for part in parts_of(t) or [t]}
     held: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

@@ -20,14 +20,16 @@ state although a model may hold them.
 
 from __future__ import annotations
 
+import array
 import functools
+import io
 import itertools
 import pickle
 import random
 import re
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import is_
@@ -38,6 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from curvedp.errors import CoverageError
+from curvedp.layers.parts import parts_of
 
 __all__ = ["Leaf", "Node", "Place", "Scan", "missing", "scan"]
 
@@ -65,7 +68,8 @@ _LEFT_ALONE = (
     torch.utils.data.DataLoader,
     type,
 )
-_FOREIGN = ("curvedp.", "logging", "threading", "_thread", "torch._", "torch.fx")
+#: Beginnings of a module's name and a dot.
+_FOREIGN = ("curvedp.", "logging.", "threading.", "_thread.", "torch._", "torch.fx.")
 _OWN_DICTS = {"_parameters", "_buffers", "_modules"}
 
 #: Bytes of what only pickle can look into; what takes more is left alone.
@@ -102,10 +106,8 @@ class Node:
             return False
         if self._keys is None:
             return all(map(is_, container, values))
-        held = dict.values(container)
-        return all(map(is_, held, values)) and all(
-            map(is_, dict.keys(container), self._keys)
-        )
+        keys, held = _content(container)
+        return all(map(is_, held, values)) and all(map(is_, keys or (), self._keys))
 
     @staticmethod
     def hollow(container: Any, where: Place, register: str) -> Node:
@@ -167,6 +169,8 @@ class _Together:
 
     def __init__(self, nodes: list[Node]) -> None:
         self.count = len(nodes)
+        self._ordered = [n for n in nodes if isinstance(n.container, OrderedDict)]
+        nodes = [n for n in nodes if not isinstance(n.container, OrderedDict)]
         self._dicts = [n.container for n in nodes if isinstance(n.container, dict)]
         rest = [n.container for n in nodes if not isinstance(n.container, dict)]
         self._containers = [*self._dicts, *rest]
@@ -185,10 +189,14 @@ class _Together:
         values = chain(map(dict.values, self._dicts))
         rest = self._containers[len(self._dicts) :]
         keys = chain((chain(map(dict.keys, self._dicts)), chain(rest)))
-        return all(map(is_, values, self._values)) and all(map(is_, keys, self._keys))
+        same = all(map(is_, values, self._values)) and all(map(is_, keys, self._keys))
+        return same and all(node.same() for node in self._ordered)
 
 
 def _content(container: Any) -> tuple[list[Any] | None, list[Any]]:
+    if isinstance(container, OrderedDict):  # which has an order besides that of dict
+        keys = list(OrderedDict.__iter__(container))
+        return keys, [dict.__getitem__(container, key) for key in keys]
     if isinstance(container, dict):
         return list(dict.keys(container)), list(dict.values(container))
     return None, list(container)
@@ -294,7 +302,10 @@ def _look(
 ) -> Iterator[tuple[Any, Place]]:
     """Take a value in; what it holds is to be looked at in turn."""
     if isinstance(value, Tensor):
-        found.tensors.append((value, where))
+        parts = parts_of(value, ".".join(filter(None, where)))
+        found.tensors += [(part, where) for part in parts or [value]]
+        if parts is not None:
+            found.leaves.append(_parts_leaf(value, where))
         yield value.__dict__, where
     elif isinstance(value, nn.Module):
         yield from _look_into_module(value, where, names, found)
@@ -302,19 +313,23 @@ def _look(
         found.add(value, where)
         for key, held in dict.items(value):
             yield held, where if where[1] is not None else (where[0], str(key))
-        yield getattr(value, "__dict__", None), where
+            yield key, where
+        yield from _look_into_attributes(value, where, found)
     elif isinstance(value, list | deque | set):
         found.add(value, where)
         yield from ((held, where) for held in value)
-        yield getattr(value, "__dict__", None), where
+        yield from _look_into_attributes(value, where, found)
     elif isinstance(value, tuple | frozenset):
         yield from ((held, where) for held in value)
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        found.leaves.append(_array_leaf(value, where))
+        yield from _look_into_attributes(value, where, found)
+    elif isinstance(value, np.ndarray):
+        yield from _look_into_array(value, where, found)
+        yield from _look_into_attributes(value, where, found)
     elif isinstance(value, types.MethodType):
         yield value.__self__, where
     elif isinstance(value, functools.partial):
-        yield from ((held, where) for held in (value.args, value.keywords))
+        yield from ((x, where) for x in (value.func, value.args, value.keywords))
+        yield from _look_into_attributes(value, where, found)
     elif not isinstance(value, _LEFT_ALONE) and not _is_foreign(type(value)):
         yield from _look_into_object(value, where, found)
 
@@ -344,6 +359,19 @@ def _look_into_module(
 def _look_into_object(
     value: Any, where: Place, found: Scan
 ) -> Iterator[tuple[Any, Place]]:
+    attributes = list(_look_into_attributes(value, where, found))
+    yield from attributes
+    leaf = _stream_leaf(value, where) or _buffer_leaf(value, where)
+    if leaf is None and not attributes:
+        leaf = _pickled_leaf(value, where)
+    if leaf is not None:
+        found.leaves.append(leaf)
+
+
+def _look_into_attributes(
+    value: Any, where: Place, found: Scan
+) -> Iterator[tuple[Any, Place]]:
+    """Whatever else it is, it may have attributes."""
     own = getattr(value, "__dict__", None)
     slots = _slots(value)
     if isinstance(own, dict):
@@ -351,14 +379,22 @@ def _look_into_object(
     if slots:
         yield from ((getattr(value, name, None), where) for name in slots)
         found.leaves.append(_slots_leaf(value, slots, where))
-    if not isinstance(own, dict) and not slots:
-        leaf = _buffer_leaf(value, where) or _pickled_leaf(value, where)
-        if leaf is not None:
-            found.leaves.append(leaf)
+
+
+def _look_into_array(
+    value: Any, where: Place, found: Scan
+) -> Iterator[tuple[Any, Place]]:
+    if not value.dtype.hasobject:
+        found.leaves.append(_array_leaf(value, where))
+    elif value.dtype.names:  # a view of each field writes into the same memory
+        yield from ((value[name], where) for name in value.dtype.names)
+    else:
+        found.leaves.append(_objects_leaf(value, where))
+        yield from ((held, where) for held in value.flat)
 
 
 def _is_foreign(kind: type) -> bool:
-    return kind.__module__.startswith(_FOREIGN)
+    return f"{kind.__module__}.".startswith(_FOREIGN)
 
 
 def _slots(value: Any) -> list[str]:
@@ -369,31 +405,80 @@ def _slots(value: Any) -> list[str]:
     return [n for n in names if n not in ("__dict__", "__weakref__")]
 
 
-def _slots_leaf(value: Any, names: list[str], where: Place) -> Leaf:
-    held = {n: getattr(value, n, missing) for n in names}
+def _identity_leaf(
+    where: Place, values: Callable[[], list[Any]], put: Callable[[list[Any]], None]
+) -> Leaf:
+    """Of values in a row, which are compared by identity."""
+    held = values()
 
     def read() -> bytes:
-        same = all(getattr(value, n, missing) is held[n] for n in names)
+        now = values()
+        same = len(now) == len(held) and all(map(is_, now, held))
         return b"same" if same else b"other"
 
-    def write(_: bytes) -> None:
-        for n, then in held.items():
+    return Leaf(where, read, lambda _: put(held), b"same", held=values)
+
+
+def _slots_leaf(value: Any, names: list[str], where: Place) -> Leaf:
+    def put(held: list[Any]) -> None:
+        for n, then in zip(names, held, strict=True):
             if then is not missing:
                 object.__setattr__(value, n, then)
             elif hasattr(value, n):
                 object.__delattr__(value, n)
 
-    def values() -> list[Any]:
-        return [getattr(value, n, missing) for n in names]
+    return _identity_leaf(
+        where, lambda: [getattr(value, n, missing) for n in names], put
+    )
 
-    return Leaf(where, read, write, b"same", held=values)
+
+def _objects_leaf(value: Any, where: Place) -> Leaf:
+    """Of an array of objects."""
+    view = value.reshape(value.shape or (1,))
+
+    def put(held: list[Any]) -> None:
+        for index, then in zip(np.ndindex(view.shape), held, strict=True):
+            view[index] = then
+
+    return _identity_leaf(where, lambda: list(view.flat), put)
 
 
-def _array_leaf(array: Any, where: Place) -> Leaf:
+def _parts_leaf(value: Tensor, where: Place) -> Leaf:
+    """Of a tensor without memory: which memory its parts lie in."""
+    whole = value.detach()  # holds the same parts
+
+    def read() -> bytes:
+        parts = [(p.data_ptr(), p.shape) for p in parts_of(value) or []]
+        merged = value.layout == torch.sparse_coo and value.is_coalesced()
+        return repr((parts, value.shape, merged)).encode()
+
+    def write(_: bytes) -> None:
+        value.data = whole
+
+    return Leaf(where, read, write, read(), held=lambda: value)
+
+
+def _array_leaf(value: Any, where: Place) -> Leaf:
     def write(then: bytes) -> None:
-        array[...] = np.frombuffer(then, array.dtype).reshape(array.shape)
+        value[...] = np.frombuffer(then, value.dtype).reshape(value.shape)
 
-    return Leaf(where, array.tobytes, write, array.tobytes())
+    return Leaf(where, value.tobytes, write, value.tobytes())
+
+
+def _stream_leaf(value: Any, where: Place) -> Leaf | None:
+    """Of a file in memory: its text and its position."""
+    kinds: list[Any] = [io.BytesIO, io.StringIO]
+    kind = next((k for k in kinds if isinstance(value, k)), None)
+    if kind is None or value.closed:
+        return None
+
+    def read() -> bytes:  # without its attributes, which come last
+        return b"" if value.closed else pickle.dumps(kind.__getstate__(value)[:-1])
+
+    def write(then: bytes) -> None:
+        kind.__setstate__(value, (*pickle.loads(then), None))
+
+    return Leaf(where, read, write, read())
 
 
 def _buffer_leaf(value: Any, where: Place) -> Leaf | None:
@@ -405,11 +490,13 @@ def _buffer_leaf(value: Any, where: Place) -> Leaf | None:
     view.release()  # or it could not grow
 
     def write(content: bytes) -> None:
-        value[:] = (
-            type(value)(content)
-            if isinstance(value, bytearray)
-            else (type(value)(value.typecode, content))
-        )
+        if isinstance(value, bytearray):
+            value[:] = content
+        elif isinstance(value, array.array):
+            del value[:]
+            value.frombytes(content)
+        else:
+            memoryview(value).cast("B")[:] = content
 
     return Leaf(where, lambda: memoryview(value).tobytes(), write, then)
 
