@@ -20,17 +20,14 @@ state although a model may hold them.
 
 from __future__ import annotations
 
-import array
 import functools
-import io
 import itertools
-import pickle
 import random
 import re
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -40,13 +37,22 @@ import torch
 from torch import Tensor, nn
 
 from curvedp.errors import CoverageError
+from curvedp.layers.leaves import (
+    Leaf,
+    Place,
+    array_leaf,
+    buffer_leaf,
+    missing,
+    objects_leaf,
+    parts_leaf,
+    pickled_leaf,
+    slots,
+    slots_leaf,
+    stream_leaf,
+)
 from curvedp.layers.parts import parts_of
 
 __all__ = ["Leaf", "Node", "Place", "Scan", "missing", "scan"]
-
-#: A module's full name, and its attribute or buffer; None for the module's own
-#: dictionaries, whose keys are the attributes.
-Place = tuple[str, str | None]
 
 #: Types whose values never change. Functions are pickled by name: no state is in them.
 _ATOMS = {
@@ -72,14 +78,8 @@ _LEFT_ALONE = (
 _FOREIGN = ("curvedp.", "logging.", "threading.", "_thread.", "torch._", "torch.fx.")
 _OWN_DICTS = {"_parameters", "_buffers", "_modules"}
 
-#: Bytes of what only pickle can look into; what takes more is left alone.
-PICKLED = 2**16
-
 #: Containers in one model: a graph of objects beyond it is no model's state.
 MOST = 200_000
-
-#: Stands where there is no value.
-missing = object()
 
 
 class Node:
@@ -202,31 +202,6 @@ def _content(container: Any) -> tuple[list[Any] | None, list[Any]]:
     return None, list(container)
 
 
-@dataclass(frozen=True, eq=False)
-class Leaf:
-    """Something that is written into where it stands, and no tensor.
-
-    Attributes:
-        where: its place.
-        read: its bytes now.
-        write: puts bytes back; None if it can only be replaced.
-        then: its bytes when it was looked at.
-        value: what stands there, if it can only be replaced.
-        held: what its bytes stand for, if they do not tell it.
-    """
-
-    where: Place
-    read: Callable[[], bytes]
-    write: Callable[[bytes], None] | None
-    then: bytes
-    value: Any = None
-    held: Callable[[], Any] | None = None
-
-    def same(self) -> bool:
-        """Whether it holds the same bytes."""
-        return self.read() == self.then
-
-
 @dataclass
 class Scan:
     """What was found in a model.
@@ -305,7 +280,7 @@ def _look(
         parts = parts_of(value, ".".join(filter(None, where)))
         found.tensors += [(part, where) for part in parts or [value]]
         if parts is not None:
-            found.leaves.append(_parts_leaf(value, where))
+            found.leaves.append(parts_leaf(value, where))
         yield value.__dict__, where
     elif isinstance(value, nn.Module):
         yield from _look_into_module(value, where, names, found)
@@ -361,9 +336,9 @@ def _look_into_object(
 ) -> Iterator[tuple[Any, Place]]:
     attributes = list(_look_into_attributes(value, where, found))
     yield from attributes
-    leaf = _stream_leaf(value, where) or _buffer_leaf(value, where)
+    leaf = stream_leaf(value, where) or buffer_leaf(value, where)
     if leaf is None and not attributes:
-        leaf = _pickled_leaf(value, where)
+        leaf = pickled_leaf(value, where)
     if leaf is not None:
         found.leaves.append(leaf)
 
@@ -373,140 +348,25 @@ def _look_into_attributes(
 ) -> Iterator[tuple[Any, Place]]:
     """Whatever else it is, it may have attributes."""
     own = getattr(value, "__dict__", None)
-    slots = _slots(value)
+    slots = slots(value)
     if isinstance(own, dict):
         yield own, where
     if slots:
         yield from ((getattr(value, name, None), where) for name in slots)
-        found.leaves.append(_slots_leaf(value, slots, where))
+        found.leaves.append(slots_leaf(value, slots, where))
 
 
 def _look_into_array(
     value: Any, where: Place, found: Scan
 ) -> Iterator[tuple[Any, Place]]:
     if not value.dtype.hasobject:
-        found.leaves.append(_array_leaf(value, where))
+        found.leaves.append(array_leaf(value, where))
     elif value.dtype.names:  # a view of each field writes into the same memory
         yield from ((value[name], where) for name in value.dtype.names)
     else:
-        found.leaves.append(_objects_leaf(value, where))
+        found.leaves.append(objects_leaf(value, where))
         yield from ((held, where) for held in value.flat)
 
 
 def _is_foreign(kind: type) -> bool:
     return f"{kind.__module__}.".startswith(_FOREIGN)
-
-
-def _slots(value: Any) -> list[str]:
-    kinds = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = itertools.chain.from_iterable(
-        (slots,) if isinstance(slots, str) else slots for slots in kinds
-    )
-    return [n for n in names if n not in ("__dict__", "__weakref__")]
-
-
-def _identity_leaf(
-    where: Place, values: Callable[[], list[Any]], put: Callable[[list[Any]], None]
-) -> Leaf:
-    """Of values in a row, which are compared by identity."""
-    held = values()
-
-    def read() -> bytes:
-        now = values()
-        same = len(now) == len(held) and all(map(is_, now, held))
-        return b"same" if same else b"other"
-
-    return Leaf(where, read, lambda _: put(held), b"same", held=values)
-
-
-def _slots_leaf(value: Any, names: list[str], where: Place) -> Leaf:
-    def put(held: list[Any]) -> None:
-        for n, then in zip(names, held, strict=True):
-            if then is not missing:
-                object.__setattr__(value, n, then)
-            elif hasattr(value, n):
-                object.__delattr__(value, n)
-
-    return _identity_leaf(
-        where, lambda: [getattr(value, n, missing) for n in names], put
-    )
-
-
-def _objects_leaf(value: Any, where: Place) -> Leaf:
-    """Of an array of objects."""
-    view = value.reshape(value.shape or (1,))
-
-    def put(held: list[Any]) -> None:
-        for index, then in zip(np.ndindex(view.shape), held, strict=True):
-            view[index] = then
-
-    return _identity_leaf(where, lambda: list(view.flat), put)
-
-
-def _parts_leaf(value: Tensor, where: Place) -> Leaf:
-    """Of a tensor without memory: which memory its parts lie in."""
-    whole = value.detach()  # holds the same parts
-
-    def read() -> bytes:
-        parts = [(p.data_ptr(), p.shape) for p in parts_of(value) or []]
-        merged = value.layout == torch.sparse_coo and value.is_coalesced()
-        return repr((parts, value.shape, merged)).encode()
-
-    def write(_: bytes) -> None:
-        value.data = whole
-
-    return Leaf(where, read, write, read(), held=lambda: value)
-
-
-def _array_leaf(value: Any, where: Place) -> Leaf:
-    def write(then: bytes) -> None:
-        value[...] = np.frombuffer(then, value.dtype).reshape(value.shape)
-
-    return Leaf(where, value.tobytes, write, value.tobytes())
-
-
-def _stream_leaf(value: Any, where: Place) -> Leaf | None:
-    """Of a file in memory: its text and its position."""
-    kinds: list[Any] = [io.BytesIO, io.StringIO]
-    kind = next((k for k in kinds if isinstance(value, k)), None)
-    if kind is None or value.closed:
-        return None
-
-    def read() -> bytes:  # without its attributes, which come last
-        return b"" if value.closed else pickle.dumps(kind.__getstate__(value)[:-1])
-
-    def write(then: bytes) -> None:
-        kind.__setstate__(value, (*pickle.loads(then), None))
-
-    return Leaf(where, read, write, read())
-
-
-def _buffer_leaf(value: Any, where: Place) -> Leaf | None:
-    try:
-        view = memoryview(value)
-    except TypeError:
-        return None
-    then = view.tobytes()
-    view.release()  # or it could not grow
-
-    def write(content: bytes) -> None:
-        if isinstance(value, bytearray):
-            value[:] = content
-        elif isinstance(value, array.array):
-            del value[:]
-            value.frombytes(content)
-        else:
-            memoryview(value).cast("B")[:] = content
-
-    return Leaf(where, lambda: memoryview(value).tobytes(), write, then)
-
-
-def _pickled_leaf(value: Any, where: Place) -> Leaf | None:
-    """What pickle says of it; what cannot be pickled does not leave with the model."""
-    try:
-        then = pickle.dumps(value)
-    except Exception:  # of whatever kind
-        return None
-    if len(then) > PICKLED:
-        return None
-    return Leaf(where, lambda: pickle.dumps(value), None, then, value)
