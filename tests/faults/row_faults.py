@@ -101,7 +101,7 @@ FAULTS = [
     Fault(
         "15 loop: rows in another order",
         sorted_rows_are_refused,
-        (Patch(GivenRows._find, "ways is None", "False"),),
+        (Patch(GivenRows._compare, "self._find(argument)", "..."),),
     ),
     Fault(
         "15 loop: rows written in place",

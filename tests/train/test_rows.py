@@ -437,8 +437,9 @@ def test_a_large_image_in_another_layout_passes():
         assert private.step == 3
     layouts = iter([(0, 2, 1, 3), (0, 3, 1, 2), (0, 1, 3, 2)] * 9)
     private = attach(dataset, Flat(18816))  # another way for every batch
-    train(private, of_inputs(lambda x: x.clone().permute(next(layouts))))
-    assert private.step == 3
+    with pytest.raises(LoopError, match="another way"):
+        train(private, of_inputs(lambda x: x.clone().permute(next(layouts))))
+    assert paid(private) == private.step <= 1
 
 
 def test_not_a_number_is_equal_to_itself():
@@ -480,6 +481,185 @@ def test_a_mapping_passes_by_name_and_its_line_names_the_key():
     private = attach(dataset(), Named(), loss=next_token)
     said = refused_unpaid(private, of_inputs(lambda x: x | {"mask": x["mask"] * 2}))
     assert "({**batch[0], 'mask': change(batch[0]['mask'])}, batch[1])" in said
+
+
+# -- what a batch chooses ----------------------------------------------------------
+
+
+class Flagged(nn.Module):
+    """Of any width, with a flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 3)
+
+    def forward(self, x, flip=False, mask=None):
+        x = x.sum(1, keepdim=True)
+        return self.layer(-x if flip else x)
+
+
+def every_other(first, later):
+    """The first portion one way, later ones another."""
+    calls = iter([first])
+
+    def change(x):
+        return next(calls, later)(x)
+
+    return change
+
+
+CHOSEN = {
+    "trimmed": (lambda x: x, lambda x: x[:, :3]),
+    "sorted columns": (lambda x: x, lambda x: x[:, [1, 0, 2, 3]]),
+    "another view": (lambda x: x[:, :3], lambda x: x[:, 1:]),
+    "another copy": (lambda x: x[:, :3].double(), lambda x: x[:, 1:].double()),
+    "a dtype": (lambda x: x, lambda x: x.half()),
+}
+
+
+@pytest.mark.parametrize("tier", ["loop", "train_on"])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_columns_that_a_batch_chooses_are_refused(name, tier):
+    widened = every_other(*CHOSEN[name])
+    data = TensorDataset(rows(24, 4).double(), rows(24, high=3))
+    private = attach(
+        data,
+        Flagged().double(),
+        steps=1,
+        sample_rate=1.0,
+        expected_batch_size=24,
+    )
+    refused_unpaid(private, of_inputs(widened), tier, match="another way")
+
+
+@pytest.mark.parametrize("values", [(False, True), (None, "a"), (None, False)])
+def test_flags_that_a_batch_chooses_are_refused(values):
+    for by_name in (False, True):
+        private = attach(vectors(), Flagged(), steps=1, sample_rate=1.0)
+        given = iter([values[0]] + [values[1]] * 9)
+        with pytest.raises(LoopError, match="another way"):
+            for x, y in private.loader:
+                flag = next(given)
+                output = (
+                    private.model(x, flip=flag) if by_name else private.model(x, flag)
+                )
+                private.loss(output, y).backward()
+                private.optimizer.step()
+        assert paid(private) == 0
+
+
+def test_an_argument_that_a_batch_leaves_out_is_refused():
+    private = attach(vectors(), Flagged(), steps=1, sample_rate=1.0)
+    more = iter([{}])
+    with pytest.raises(LoopError, match="another way"):
+        for x, y in private.loader:
+            private.loss(private.model(x, **next(more, {"mask": x})), y).backward()
+            private.optimizer.step()
+    assert paid(private) == 0
+
+
+def test_columns_that_were_equal_are_told_apart_once():
+    x = torch.zeros(3, 2, 4)  # portions of two rows; in the first one all is equal
+    x[1] = torch.tensor([[0.0, 1.0, 1.0, 2.0], [0.0, 3.0, 3.0, 4.0]])
+    x[2] = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+    honest, late = module.LoopRows(2), module.LoopRows(2)
+    for part in x:
+        given = honest.given(part)
+        given.require("here", {"x": part[:, 1:3].double()})
+    late.given(x[0]).require("here", {"x": x[0][:, 1:3].double()})
+    late.given(x[1]).require("here", {"x": x[1][:, 1:3].double()})
+    with pytest.raises(LoopError, match="another way"):
+        late.given(x[2]).require("here", {"x": x[2][:, [0, 2]].double()})
+
+
+def test_labels_that_are_the_inputs_in_the_first_portion_pass():
+    ids = rows(4, 3, high=5)
+    given, seen = module.LoopRows(4), ids.clone()
+    for labels in (ids.clone(), -seen, ids.clone(), -seen):
+        open_batch = given.given((ids, labels))
+        open_batch.require("here", {"x": ids.int(), "y": labels.int()})
+
+
+def test_each_shape_of_batch_has_a_way_of_its_own():
+    given = module.LoopRows(2)
+    for width in (4, 6, 4, 6):
+        x = rows(2, width)
+        given.given(x).require("here", {"x": x[:, : width // 2].double()})
+    x = rows(2, 6)
+    with pytest.raises(LoopError, match="another way"):
+        given.given(x).require("here", {"x": x[:, 1:4].double()})
+
+
+# -- between the model and the end of the backward pass ----------------------------
+
+
+def data_before(private, x, y):
+    output = private.model(x)
+    output.data -= output.data.mean(0)
+    private.loss(output, y).backward()
+
+
+def data_after(private, x, y):
+    output = private.model(x)
+    loss = private.loss(output, y)
+    output.data -= output.data.mean(0)
+    loss.backward()
+
+
+def numpy_after(private, x, y):
+    output = private.model(x).sigmoid()
+    loss = private.loss(output, y)
+    output.detach().numpy()[:] = 0
+    loss.backward()
+
+
+def hooked(private, x, y):
+    output = private.model(x)
+    output.register_hook(lambda g: g.sum(0).expand_as(g))
+    private.loss(output, y).backward()
+
+
+def hooked_between(private, x, y):
+    output = private.model(x).softmax(1)
+    output.register_hook(lambda g: g.sum(0).expand_as(g))
+    private.loss(output, y).backward()
+
+
+WRITTEN = [data_before, data_after, numpy_after, hooked]
+
+
+@pytest.mark.parametrize("attack", [*WRITTEN, hooked_between])
+def test_an_output_that_is_written_or_hooked_is_refused(attack):
+    private = attach(vectors(), nn.Linear(4, 3))
+    with pytest.raises(LoopError, match=r"what private\.model gave|a hook"):
+        for x, y in private.loader:
+            attack(private, x, y)
+            private.optimizer.step()
+    assert paid(private) == 0
+
+
+class Answer:
+    """An output that is no container."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+def test_what_an_object_holds_is_compared():
+    private = attach(vectors(), nn.Linear(4, 3), loss=of_answer_or_tensor)
+    for x, y in private.loader:
+        output = private.model(x)
+        for other in (Answer(output - output.mean(0)), Answer(object())):
+            with pytest.raises(LoopError, match=r"what private\.model gave"):
+                private.loss(other, y)
+        private.loss(Answer(output), y).backward()
+        private.optimizer.step()
+    assert private.step == 3
+
+
+def of_answer_or_tensor(output, targets):
+    output = output.logits if isinstance(output, Answer) else output
+    return F.cross_entropy(output, targets, reduction="none")
 
 
 # -- prepare= ----------------------------------------------------------------------

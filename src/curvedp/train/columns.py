@@ -19,8 +19,9 @@ __all__ = [
     "column_hashes",
     "columns_at",
     "differ",
-    "equal_values",
+    "equal_as",
     "flat",
+    "places_in",
     "places_of",
     "sent",
     "width",
@@ -90,9 +91,24 @@ def differ(x: Tensor, y: Tensor) -> bits.Flag:
     return bits.differ(as_bits(x), as_bits(y))
 
 
-def equal_values(x: Tensor, y: Tensor) -> bool:
-    """Whether the values are equal; NaN is NaN, whatever its bits are."""
+def equal_as(dtype: torch.dtype, x: Tensor, y: Tensor) -> bool:
+    """Whether values are equal after a cast; NaN is NaN, whatever its bits are."""
+    x, y = x.to(dtype), sent(y, x.device).to(dtype)
+    if x.shape != y.shape:
+        return False
     return bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
+def places_in(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Columns of a contiguous tensor that a view has from ``first`` on, and where."""
+    places = places_of(x)
+    to = torch.arange(width(x), device=x.device) if places is None else places
+    columns = torch.full_like(to, first)
+    if x.dim() > 1:
+        index = torch.unravel_index(to, x.shape[1:])
+        for at, step in zip(index, x.stride()[1:], strict=True):
+            columns += at * step
+    return columns, to
 
 
 def column_hashes(x: Tensor) -> Tensor:

@@ -256,9 +256,13 @@ class Engine(Releasing):
             self._open.given.outputs.require(output)
 
     def forget_output(self) -> None:
-        """Let go of what is kept for :meth:`require_made`: it may be large."""
+        """Let go of what is kept for :meth:`require_made`: it may be large.
+
+        After a last look, whether it was written to since the loss got it.
+        """
         if self._open.given is not None:
-            self._open.given.outputs.made(None)
+            self._open.given.outputs.close()
+            self._open.given.outputs.forget()
 
     def require_backward(self) -> tuple[PhysicalBatch, Recording]:
         """The open batch and its recorded pass, or an error naming what is missing."""

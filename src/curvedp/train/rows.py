@@ -10,6 +10,11 @@ column of the loader's tensors after a cast: so do copies, casts, layouts, slice
 chosen columns, however they were made, and nothing that moves or mixes rows. Small
 tensors are compared whole, large ones at public places, the same for all rows. On a GPU
 the answer is waited for when the sum is taken in, not before.
+
+Nor may a batch choose its columns: a loop that trims to the longest row of its portion
+moves the gradients of all rows. A portion comes the way that the first one of its
+shapes came, with the same arguments. Columns that were equal in all portions so far are
+not told apart before they differ.
 """
 
 from __future__ import annotations
@@ -29,18 +34,17 @@ from curvedp.train.columns import (
     column_hashes,
     columns_at,
     differ,
-    equal_values,
+    equal_as,
     flat,
+    places_in,
     places_of,
     sent,
     width,
 )
-from curvedp.train.outputs import Outputs, leaves
+from curvedp.train.outputs import HARMLESS, Outputs, leaves
+from curvedp.train.ways import Known, Table, Way
 
 __all__ = ["GivenRows", "LoopRows"]
-
-#: Ways that tensors are known to have come; a loop has a few for each shape of batch.
-MOST_WAYS = 64
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,36 +67,25 @@ class _Given:
         """Whether its version says so."""
         return version(self.tensor) != self.version
 
-    def shows(self, x: Tensor) -> bool:
-        """Whether ``x`` is a view of it that stays within each row."""
+    def shows(self, x: Tensor) -> Any:
+        """Where ``x`` begins, if it is a view of it that stays within each row."""
         own = self.tensor
         if x.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
-            return False
+            return None
         steps = zip(x.shape[1:], x.stride()[1:], strict=True)
         first = x.storage_offset() - own.storage_offset()
         last = first + sum((size - 1) * step for size, step in steps)
-        return (
+        within = (
             own.is_contiguous()
             and (x.dtype, x.stride(0)) == (own.dtype, own.stride(0))
             and 0 <= first <= last < own.stride(0)
         )
+        return first if within else None
 
     def differs(self) -> bool | Tensor:
         """Whether it was written to; writes through .data and numpy have no version."""
         now = columns_at(self.tensor, places_of(self.tensor))
         return self.is_written or differ(now, self.kept)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """Columns of the loader's tensor ``source`` that stand at ``to``.
-
-    None for the public places, where they are the same in both.
-    """
-
-    source: int
-    columns: Tensor | None = None
-    to: Tensor | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,8 +99,11 @@ class _Argument:
 
     @property
     def key(self) -> Hashable:
-        x = self.tensor
-        return self.where, self.name, self.number, x.shape, x.dtype
+        return self.where, self.name, self.number
+
+    @property
+    def kind(self) -> tuple[torch.Size, torch.dtype]:
+        return self.tensor.shape, self.tensor.dtype
 
 
 class LoopRows:
@@ -119,7 +115,7 @@ class LoopRows:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._ways: dict[Hashable, list[_Way]] = {}
+        self._ways: dict[Hashable, Any] = {}
 
     def given(self, batch: Any) -> GivenRows:
         """What the loader is about to hand out."""
@@ -133,7 +129,7 @@ class GivenRows:
         outputs: what the model made of it.
     """
 
-    def __init__(self, batch: Any, rows: int, ways: dict[Hashable, list[_Way]]) -> None:
+    def __init__(self, batch: Any, rows: int, ways: dict[Hashable, Any]) -> None:
         self._batch, self._rows, self._ways = batch, rows, ways
         found = list(leaves(batch))
         self._given = [
@@ -141,6 +137,7 @@ class GivenRows:
             for x in found
             if isinstance(x, Tensor) and x.shape[:1] == (rows,)
         ]
+        self._shapes = tuple((g.tensor.shape, g.tensor.dtype) for g in self._given)
         self._numbers = [x for x in found if isinstance(x, int | float)]
         self._late: list[tuple[_Argument, list[Tensor]]] = []
         self.outputs = Outputs(rows)
@@ -153,20 +150,43 @@ class GivenRows:
             LoopError: names what differs, never a value.
         """
         count = 0
+        said: dict[tuple[str, str, int], Any] = {}
         for name, value in values.items():
             for number, leaf in enumerate(leaves(value)):
                 if isinstance(leaf, Tensor):
                     self._compare(_Argument(where, name, number, _plain(leaf)))
                     count += 1
-                elif not isinstance(leaf, _HARMLESS) and not self._has(leaf):
-                    said = f"is a {type(leaf).__name__} that the loader did not give"
-                    self._refuse(where, name, said)
+                elif isinstance(leaf, HARMLESS):
+                    said[where, name, number] = leaf
+                elif not self._has(leaf):
+                    kind = type(leaf).__name__
+                    said_of = f"is a {kind} that the loader did not give"
+                    self._refuse(where, name, said_of)
         if not count:
             self._refuse(where, ", ".join(values), "has none of the batch's tensors")
+        self._same_call(where, values, said)
+
+    def _same_call(
+        self,
+        where: str,
+        values: Mapping[str, Any],
+        said: dict[tuple[str, str, int], Any],
+    ) -> None:
+        """Refuse arguments, flags and texts that are others than in the first call."""
+        names = {n: len(list(leaves(value))) for n, value in values.items()}
+        first = self._ways.setdefault((self._shapes, where), names)
+        if first != names:
+            changed = sorted(n for n, _ in first.items() ^ names.items())
+            self._refuse_choice(where, ", ".join(dict.fromkeys(changed)))
+        for key, value in said.items():
+            before = self._ways.setdefault(key, value)
+            if type(value) is not type(before) or value != before:
+                self._refuse_choice(where, str(key[1]))
 
     def flags(self) -> list[Tensor]:
         """What a GPU has not compared yet; if one is set, ``confirm`` is due."""
-        return [flag for _, own in self._late for flag in own]
+        own = [flag for _, flags in self._late for flag in flags]
+        return own + self.outputs.flags()
 
     @torch.no_grad()
     def confirm(self) -> None:
@@ -175,6 +195,7 @@ class GivenRows:
             if any_of(flags):
                 self._find(argument)
         self._late.clear()
+        self.outputs.confirm()
 
     def _has(self, value: Any) -> bool:
         return isinstance(value, int | float) and value in self._numbers
@@ -184,21 +205,57 @@ class GivenRows:
         if x.layout is not torch.strided or x.shape[:1] != (self._rows,):
             said = "does not have the rows of the batch"
             self._refuse(argument.where, argument.name, said)
-        whole = [given for given in self._given if given.shows(x)]
-        if whole:
-            flags = [whole[0].differs()]
-        elif (ways := self._ways.get(argument.key)) is not None:
-            flags = self._differences(x, ways)
+        known: Known | None = self._ways.get((self._shapes, argument.key))
+        if known is not None and known.kind != argument.kind:
+            self._refuse_choice(argument.where, argument.name)
+        view = self._view(x)
+        if view is not None and (known is None or known.view == view):
+            flags: list[bool | Tensor] = [self._given[view[0]].differs()]
+            if known is None and flags[0] is not True:
+                way = Way(view[0], *places_in(x, view[1]))
+                found = Known(argument.kind, [way], view)
+                self._ways[self._shapes, argument.key] = found
+        elif known is not None:
+            flags = self._differences(x, known.ways)
         else:
             flags = [True]
         if any(flag is True for flag in flags):
             self._find(argument)
-        elif waiting := [flag for flag in flags if isinstance(flag, Tensor)]:
+            return
+        if waiting := [flag for flag in flags if isinstance(flag, Tensor)]:
             self._late.append((argument, waiting))
+        if known is not None:
+            self._go_on(known)
+
+    def _view(self, x: Tensor) -> tuple[int, int, Hashable] | None:
+        """Which of the loader's tensors it is a view of, from where, and how."""
+        for i, given in enumerate(self._given):
+            if (first := given.shows(x)) is not None:
+                return i, first, x.stride()
+        return None
+
+    def _go_on(self, known: Known) -> None:
+        """Tell apart what this portion tells apart, should the known way be right."""
+        known.before = known.others, known.table
+        if known.others:
+            own = self._given[known.ways[0].source].kept
+            known.others = tuple(
+                i for i in known.others if equal_as(known.kind[1], own, self._kept(i))
+            )
+        if known.table is not None:
+            known.table = known.table.after(self._tensors(), known.kind[1])
+
+    def _kept(self, source: int) -> Tensor:
+        return self._given[source].kept
+
+    def _tensors(self) -> list[Tensor]:
+        return [given.tensor for given in self._given]
 
     def _find(self, argument: _Argument) -> None:
         """Find the way that a tensor came, or refuse it. The CPU waits for a GPU."""
-        ways = self._search(argument.tensor)
+        key = (self._shapes, argument.key)
+        known: Known | None = self._ways.get(key)
+        ways = self._search(argument)
         if ways is None:
             self._refuse(
                 argument.where,
@@ -206,11 +263,39 @@ class GivenRows:
                 "has rows that were changed, mixed or moved on the way, so one example "
                 "could move the gradients of others past the clip bound",
             )
-        if len(self._ways) >= MOST_WAYS:
-            self._ways.clear()
-        self._ways[argument.key] = ways
+        found = ways if known is None else self._other_way(argument, known)
+        if found is None:
+            self._refuse_choice(argument.where, argument.name)
+        self._ways[key] = found
 
-    def _differences(self, x: Tensor, ways: list[_Way]) -> list[bool | Tensor]:
+    def _other_way(self, argument: _Argument, known: Known) -> Known | None:
+        """Another way that all portions so far came as well, or None."""
+        x, (others, table) = argument.tensor, known.before
+        if known.view is not None:
+            return None
+        own = columns_at(x, places_of(x))
+        fits = [i for i in others if equal_as(x.dtype, own, self._kept(i))]
+        if fits:
+            return Known(known.kind, [Way(fits[0])], others=tuple(fits[1:]))
+        table = None if table is None else table.fitted(x, self._tensors())
+        return None if table is None else self._of_table(x, table)
+
+    def _of_table(self, x: Tensor, table: Table) -> Known | None:
+        ways = table.ways()
+        if any(flag is not False and bool(flag) for flag in self._unequal(x, ways)):
+            return None
+        kind = (x.shape, x.dtype)
+        return Known(kind, ways, table=table if table.is_open else None)
+
+    def _unequal(self, x: Tensor, ways: list[Way]) -> list[bool]:
+        return [
+            not equal_as(x.dtype, columns_at(x, w.to), columns_at(g.tensor, at))
+            for w in ways
+            for g in [self._given[w.source]]
+            for at in [None if w.columns is None else w.columns.to(g.tensor.device)]
+        ]
+
+    def _differences(self, x: Tensor, ways: list[Way]) -> list[bool | Tensor]:
         """Whether the columns are others than the loader's, bit by bit."""
         flags: list[bool | Tensor] = []
         for way in ways:
@@ -229,14 +314,20 @@ class GivenRows:
             flags.append(differ(own, sent(expected, x.device).to(x.dtype)))
         return flags
 
-    def _search(self, x: Tensor) -> list[_Way] | None:
+    def _search(self, argument: _Argument) -> Known | None:
         """The way that a tensor came, or None."""
+        x = argument.tensor
         places = places_of(x)
         own = columns_at(x, places)
-        for i, given in enumerate(self._given):
-            fits = not given.is_written and width(given.tensor) == width(x)
-            if fits and equal_values(own, given.kept.to(x.device).to(x.dtype)):
-                return [_Way(i)]
+        fits = [
+            i
+            for i, given in enumerate(self._given)
+            if 1 < width(x) == width(given.tensor)
+            and not given.is_written
+            and equal_as(x.dtype, own, given.kept)
+        ]
+        if fits:
+            return Known(argument.kind, [Way(fits[0])], others=tuple(fits[1:]))
         sources = {i: g for i, g in enumerate(self._given) if not bool(g.differs())}
         if not sources or x.itemsize > 8:
             return None
@@ -245,7 +336,7 @@ class GivenRows:
 
     def _chosen_columns(
         self, x: Tensor, to: Tensor, sources: dict[int, _Given]
-    ) -> list[_Way] | None:
+    ) -> Known | None:
         """Which of the loader's columns stand at places of a tensor, by hashes."""
         own = column_hashes(columns_at(x, to))
         theirs = torch.cat(
@@ -261,16 +352,31 @@ class GivenRows:
         for start, end in spans:  # among equal columns rather the one at the same place
             same = (start + to).clamp_max(end - 1)
             found = torch.where(theirs[same] == own, same, found)
-        ways = []
-        for (i, given), (start, end) in zip(sources.items(), spans, strict=True):
-            here = (found >= start) & (found < end)
-            if bool(here.any()):
-                columns = (found[here] - start).to(given.tensor.device)
-                ways.append(_Way(i, columns, to[here]))
-                expected = columns_at(given.tensor, columns).to(x.device).to(x.dtype)
-                if not equal_values(columns_at(x, to[here]), expected):
-                    return None
-        return ways
+        if not bool((theirs[found] == own).all()):
+            return None
+        kept = torch.isin(theirs, own)
+        numbers = [
+            torch.full((e - s,), i) for i, (s, e) in zip(sources, spans, strict=True)
+        ]
+        columns = [torch.arange(e - s) for s, e in spans]
+        table = Table(
+            to,
+            torch.cat(numbers).to(x.device)[kept],
+            torch.cat(columns).to(x.device)[kept],
+            (kept.cumsum(0) - 1)[found],
+            theirs[kept],
+        )
+        return self._of_table(x, table)
+
+    def _refuse_choice(self, where: str, name: str) -> NoReturn:
+        raise LoopError(
+            f"{where} was not given what private.loader gave: {name} came another way "
+            "than in the first portion with tensors of these shapes (other columns, "
+            "another shape or dtype, another flag or text): where a batch chooses, one "
+            "example could move the gradients of all",
+            "do the same to every portion; trim in collate_fn, which is tried, or in "
+            "the model's forward with a mask, and keep flags constant",
+        )
 
     def _refuse(self, where: str, name: str, problem: str) -> NoReturn:
         raise LoopError(
@@ -281,10 +387,6 @@ class GivenRows:
             "row); casts, layouts and slices within a row may stay in the loop, and "
             "what is the same for all rows belongs into the model",
         )
-
-
-#: What carries no row and no number.
-_HARMLESS = (bool, str, type(None), torch.dtype, torch.device)
 
 
 def _line(batch: Any, name: str) -> str:
