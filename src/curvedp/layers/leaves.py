@@ -1,4 +1,4 @@
-"""What stands in a model and is no container and no tensor: its bytes, and the way back.
+"""What is no container and no tensor in a model: its bytes, and the way back.
 
 Arrays, buffers and files in memory are read and written by their bytes; objects with
 slots by identity; what only pickle can look into by what pickle says.
