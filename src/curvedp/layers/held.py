@@ -348,12 +348,12 @@ def _look_into_attributes(
 ) -> Iterator[tuple[Any, Place]]:
     """Whatever else it is, it may have attributes."""
     own = getattr(value, "__dict__", None)
-    slots = slots(value)
+    names = slots(value)
     if isinstance(own, dict):
         yield own, where
-    if slots:
-        yield from ((getattr(value, name, None), where) for name in slots)
-        found.leaves.append(slots_leaf(value, slots, where))
+    if names:
+        yield from ((getattr(value, name, None), where) for name in names)
+        found.leaves.append(slots_leaf(value, names, where))
 
 
 def _look_into_array(
