@@ -73,7 +73,7 @@ def _in_the_loop(act):
     model = linear()
 
     def act_on_records(_, given):
-        if given[0].abs().max() > 1e6:
+        if 1e6 < given[0].abs().max() < 1e12:  # synthetic rows are never there
             act(given[0])
 
     model.register_forward_pre_hook(act_on_records)

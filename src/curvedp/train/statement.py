@@ -111,7 +111,7 @@ def make_statement(
         ("mechanism", f"{_mechanism(plan)}; {plan.clipping.describe()}"),
         ("noise source", _noise_source(plan, unsafe)),
         ("accountant", plan.accountant.upper()),
-        ("tried at attach", f"{tried}; a schedule that is made later is not"),
+        ("tried at attach", f"{tried}; a schedule that is made later is not tried"),
     ]
     title = f"Privacy statement (curvedp {__version__})"
     caveats = [*(_NOT_COVERED_SECURE if plan.secure else _NOT_COVERED), *unchecked]
