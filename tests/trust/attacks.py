@@ -12,6 +12,7 @@ ATTACKS = {
     "a model that is changed after attaching": "train/test_changed_after_attach.py",
     "the same in traced and recorded passes": "train/test_attacks_in_modes.py",
     "coupling at the size and precision of the run": "train/test_coupling_at_size.py",
+    "mixing that is rare, rows that are not finite": "train/test_rare_coupling.py",
     "augmentations that mix rows": "train/test_views.py",
     "collate functions that sort, filter, split": "train/test_collate.py",
     "padding that a neighbour changes": "train/test_padding.py",
